@@ -1,0 +1,21 @@
+# Compiled into the llama target, in place. Included by src/CMakeLists.txt of the patched tree, which knows LLAMA_PHASE_ENGINE_DIR.
+
+set(LLAMA_PHASE_SOURCES
+    ${LLAMA_PHASE_ENGINE_DIR}/expert-arena.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/expert-cache.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/expert-graph.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/expert-store.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/phase-api.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/phase-config.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/phase-context.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/phase-group.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/phase-stats.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/slot-policy.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/transaction.cpp
+    )
+
+target_sources(llama PRIVATE ${LLAMA_PHASE_SOURCES})
+set_source_files_properties(${LLAMA_PHASE_SOURCES} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+
+target_include_directories(llama PRIVATE ${PROJECT_SOURCE_DIR}/vendor)
+target_include_directories(llama PUBLIC  ${LLAMA_PHASE_ENGINE_DIR})

@@ -1,0 +1,111 @@
+// The C API of llama-phase.h: finds the group of a context and answers neutrally when there is none.
+
+#include "llama-phase.h"
+
+#include "phase-context.h"
+#include "phase-group.h"
+
+#include "llama-context.h"
+
+#include "ggml.h"
+
+#include <algorithm>
+#include <cstring>
+
+static phase_group * group_of(const llama_context * ctx) {
+    return ctx->phase ? ctx->phase->group.get() : nullptr;
+}
+
+int32_t llama_phase_prompt_begin(llama_context * ctx, llama_seq_id seq_id, int32_t n_new) {
+    auto * group = group_of(ctx);
+    return group ? group->prompt_begin(seq_id, n_new) : (int32_t) ctx->n_ubatch();
+}
+
+int32_t llama_phase_prompt_done(llama_context * ctx, llama_seq_id seq_id) {
+    auto * group = group_of(ctx);
+    return group ? group->prompt_end(seq_id, false) : 0;
+}
+
+int32_t llama_phase_prompt_abort(llama_context * ctx, llama_seq_id seq_id) {
+    auto * group = group_of(ctx);
+    return group ? group->prompt_end(seq_id, true) : 0;
+}
+
+bool llama_phase_join(llama_context * ctx, llama_context * member) {
+    auto * group = group_of(ctx);
+    auto * other = group_of(member);
+    return group && other && group->join(*other);
+}
+
+void llama_phase_reset(llama_context * ctx) {
+    if (auto * group = group_of(ctx)) {
+        group->reset();
+    }
+}
+
+enum llama_phase llama_phase_current(const llama_context * ctx) {
+    const auto * group = group_of(ctx);
+    return group && group->in_prefill() ? LLAMA_PHASE_PREFILL : LLAMA_PHASE_DECODE;
+}
+
+const char * llama_phase_failure(const llama_context * ctx) {
+    const auto * group = group_of(ctx);
+    return group ? group->failure() : nullptr;
+}
+
+int llama_phase_exit_code(void) {
+    return phase_group::any_failed() ? PHASE_EXIT_FAILED : 0;
+}
+
+bool llama_phase_get_stats(const llama_context * ctx, llama_phase_stats * stats) {
+    llama_phase_stats filled = {};
+    filled.size           = stats->size;
+    filled.ubatch_decode  = ctx->n_ubatch();
+    filled.ubatch_prefill = ctx->n_ubatch();
+
+    const auto * group = group_of(ctx);
+    if (group) {
+        const phase_stats s = group->snapshot();
+        filled.phase          = s.prefill ? LLAMA_PHASE_PREFILL : LLAMA_PHASE_DECODE;
+        filled.ubatch_decode  = s.ubatch_decode;
+        filled.ubatch_prefill = s.ubatch_prefill;
+        filled.min_tokens     = s.min_tokens;
+        filled.n_entered      = s.n_entered;
+        filled.n_left         = s.n_left;
+        filled.n_rolled_back  = s.n_rolled_back;
+        filled.n_failed       = s.n_failed;
+        filled.n_short        = s.n_short;
+        filled.n_blocked      = s.n_blocked;
+        filled.n_aborted      = s.n_aborted;
+        filled.enter_ms_last  = s.enter_ms_last;
+        filled.leave_ms_last  = s.leave_ms_last;
+        for (const auto & device : s.prefill ? s.prefill_memory : s.decode_memory) {
+            filled.buffer_bytes += device.buffer_bytes;
+        }
+    }
+    std::memcpy(stats, &filled, std::min<size_t>(stats->size, sizeof(filled)));
+    return group != nullptr;
+}
+
+void llama_phase_set_callback(llama_context * ctx, llama_phase_callback callback, void * user_data) {
+    if (auto * group = group_of(ctx)) {
+        group->set_callback(callback, user_data);
+    }
+}
+
+static int32_t write_text(const std::string & text, char * buf, size_t size) {
+    if (size > 0) {
+        const size_t n = std::min(text.size(), size - 1);
+        std::memcpy(buf, text.data(), n);
+        buf[n] = '\0';
+    }
+    return (int32_t) text.size();
+}
+
+int32_t llama_phase_json(char * buf, size_t size) {
+    return write_text(phase_stats_json(phase_group::snapshot_of_oldest(), ggml_time_us()/1000.0), buf, size);
+}
+
+int32_t llama_phase_prometheus(char * buf, size_t size) {
+    return write_text(phase_stats_prometheus(phase_group::snapshot_of_oldest()), buf, size);
+}

@@ -1,0 +1,271 @@
+#include "phase-context.h"
+
+#include "expert-cache.h"
+#include "phase-group.h"
+#include "phase-stats.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+
+//
+// creation
+//
+
+// the prefill micro-batch of a context, or its own when it cannot switch
+static uint32_t choose_prefill_ubatch(const llama_cparams & cparams, const phase_config & config) {
+    if (config.mode == PHASE_MODE_OFF) {
+        return cparams.n_ubatch;
+    }
+    if (cparams.embeddings || cparams.pooling_type != LLAMA_POOLING_TYPE_NONE || !cparams.causal_attn) {
+        LLAMA_LOG_INFO("llama-phase: no prefill phase for this context: %s\n", cparams.causal_attn ? "it computes embeddings" : "its attention is not causal");
+        return cparams.n_ubatch;
+    }
+    const uint32_t ubatch = std::min(config.prefill_ubatch, cparams.n_batch);
+    if (cparams.n_batch < std::min(config.prefill_ubatch, cparams.n_ctx)) {
+        LLAMA_LOG_WARN("llama-phase: the logical batch is %u, so micro-batches end at %u and not at LLAMA_PHASE_PREFILL_UBATCH=%u: start with -b %u\n",
+                cparams.n_batch, ubatch, config.prefill_ubatch, config.prefill_ubatch);
+    }
+    if (ubatch <= cparams.n_ubatch) {
+        LLAMA_LOG_WARN("llama-phase: no prefill phase for this context: its micro-batch is %u already\n", cparams.n_ubatch);
+    }
+    return std::max(ubatch, cparams.n_ubatch);
+}
+
+std::shared_ptr<phase_context> phase_context_create(llama_context & ctx) {
+    const phase_config config = phase_config_load();
+    if (ctx.model.hparams.vocab_only || (config.mode == PHASE_MODE_OFF && config.expert_slots == 0)) {
+        return nullptr;
+    }
+    const uint32_t ubatch_prefill = choose_prefill_ubatch(ctx.cparams, config);
+    if (ctx.model.hparams.no_alloc) {
+        ctx.cparams.n_ubatch = ubatch_prefill;
+        return nullptr;
+    }
+    if (ubatch_prefill == ctx.cparams.n_ubatch && config.expert_slots == 0) {
+        return nullptr;
+    }
+    return std::make_shared<phase_context>(ctx, config, ubatch_prefill);
+}
+
+phase_context::phase_context(llama_context & ctx, const phase_config & config, uint32_t ubatch_prefill) :
+        ubatch_decode(ctx.cparams.n_ubatch),
+        ubatch_prefill(ubatch_prefill),
+        group(std::make_shared<phase_group>(config, *this)),
+        ctx(ctx),
+        config(config) {
+}
+
+phase_context::~phase_context() {
+    group->remove(*this);
+    ctx.cparams.phase_experts = nullptr;
+}
+
+void phase_context::create_slots() {
+    if (config.expert_slots == 0) {
+        return;
+    }
+    const auto & hparams = ctx.model.hparams;
+    const bool   mtp     = ctx.cparams.ctx_type == LLAMA_CONTEXT_TYPE_MTP;
+    auto cache = std::make_unique<expert_cache>(ctx.model, mtp ? hparams.n_layer() : 0, mtp ? hparams.n_layer_all : hparams.n_layer(), config);
+    if (cache->empty()) {
+        LLAMA_LOG_INFO("llama-phase: no experts of this context are in host memory, no slots needed\n");
+        return;
+    }
+
+    std::map<ggml_backend_dev_t, size_t> compute_bytes;
+    for (auto * backend : ctx.backend_ptrs) {
+        compute_bytes[ggml_backend_get_device(backend)] += ggml_backend_sched_get_buffer_size(ctx.sched.get(), backend);
+    }
+    cache->create_slots(compute_bytes);
+
+    experts = std::move(cache);
+    ctx.cparams.phase_experts = experts.get();
+    drop_buffers();
+    reserve();
+}
+
+phase_memory_scope::phase_memory_scope(phase_context * phase) : phase(phase) {
+    if (phase) {
+        phase->ctx.cparams.n_ubatch = phase->ubatch_prefill;
+    }
+}
+
+phase_memory_scope::~phase_memory_scope() {
+    if (phase) {
+        phase->ctx.cparams.n_ubatch = phase->ubatch_decode;
+    }
+}
+
+//
+// effects
+//
+
+bool phase_context::before_decode(uint32_t n_tokens) {
+    return group->before_decode(*this, n_tokens);
+}
+
+void phase_context::quiesce(bool entering) {
+    ctx.synchronize();
+    if (entering) {
+        pipeline_parallel = ctx.cparams.pipeline_parallel;
+    }
+}
+
+int64_t phase_context::drop_buffers() {
+    int64_t bytes = 0;
+    for (const auto & device : read_memory()) {
+        bytes += (int64_t) device.buffer_bytes;
+    }
+    for (auto & res : ctx.gf_res_prev) {
+        res.reset();
+    }
+    ctx.gf_res_prev_active = nullptr;
+    ctx.sched.reset();
+
+    // pools grow with the micro-batch, and captured graphs hold their addresses
+    for (auto * backend : ctx.backend_ptrs) {
+        if (const auto * api = phase_backend_api_of(ggml_backend_get_device(backend))) {
+            bytes += (int64_t) api->trim(backend);
+        }
+    }
+    return -bytes;
+}
+
+int64_t phase_context::reserve_buffers(bool prefill) {
+    ctx.cparams.n_ubatch = prefill ? ubatch_prefill : ubatch_decode;
+    if (!prefill) {
+        ctx.cparams.pipeline_parallel = pipeline_parallel;
+    }
+    while (true) {
+        try {
+            reserve();
+            if (prefill) {
+                check_budget();
+            }
+            break;
+        } catch (const std::exception & error) {
+            const int32_t regions = experts ? experts->ring_regions() : 0;
+            if (!prefill || regions == 0) {
+                throw std::runtime_error(error.what() + (prefill ? shortfall() : std::string()));
+            }
+            LLAMA_LOG_WARN("llama-phase: the prefill buffers do not fit beside a ring of %d layers, trying fewer: %s\n", regions, error.what());
+            drop_buffers();
+            experts->free_ring();
+            experts->allocate_ring(regions - 1, [](const char *) {});
+        }
+    }
+
+    int64_t bytes = 0;
+    for (const auto & device : read_memory()) {
+        bytes += (int64_t) device.buffer_bytes;
+    }
+    return bytes;
+}
+
+void phase_context::reserve() {
+    ctx.sched_need_reserve = true;
+    ctx.sched_reserve();
+}
+
+// the ring counts against the budget too, and what the scheduler takes is known only now
+void phase_context::check_budget() {
+    size_t index = 0;
+    for (auto * backend : ctx.backend_ptrs) {
+        auto *       dev    = ggml_backend_get_device(backend);
+        const size_t taken  = ggml_backend_sched_get_buffer_size(ctx.sched.get(), backend) + (experts ? experts->bytes(dev) : 0);
+        const size_t budget = config.budget_of(index++);
+        if (taken > budget) {
+            throw std::runtime_error(format("%s: %.0f MiB of compute buffers and ring exceed the budget of %.0f MiB by %.0f MiB",
+                    ggml_backend_dev_name(dev), taken/1048576.0, budget/1048576.0, (taken - budget)/1048576.0));
+        }
+    }
+}
+
+int64_t phase_context::remember_slots() {
+    if (experts) {
+        experts->remember();
+    }
+    return 0;
+}
+
+int64_t phase_context::free_slots() {
+    return experts ? -(int64_t) experts->free_slots() : 0;
+}
+
+int64_t phase_context::allocate_slots(const fault_point & fault) {
+    return experts ? (int64_t) experts->allocate_slots(fault) : 0;
+}
+
+int64_t phase_context::refill_slots() {
+    if (!experts) {
+        return 0;
+    }
+    std::map<ggml_backend_dev_t, ggml_backend_t> backends;
+    for (auto * backend : ctx.backend_ptrs) {
+        backends[ggml_backend_get_device(backend)] = backend;
+    }
+    experts->refill(backends);
+    return 0;
+}
+
+int64_t phase_context::allocate_ring(const fault_point & fault) {
+    return experts ? (int64_t) experts->allocate_ring(experts->ring_regions_wanted(), fault) : 0;
+}
+
+int64_t phase_context::free_ring() {
+    return experts ? -(int64_t) experts->free_ring() : 0;
+}
+
+void phase_context::ensure_scheduler() {
+    if (!ctx.sched) {
+        ctx.sched.reset(ggml_backend_sched_new(ctx.backend_ptrs.data(), ctx.backend_buft.data(), ctx.backend_ptrs.size(),
+                ctx.graph_max_nodes(ubatch_decode), false, ctx.cparams.op_offload));
+    }
+}
+
+std::vector<phase_device_memory> phase_context::read_memory() const {
+    std::vector<phase_device_memory> memory;
+    for (auto * backend : ctx.backend_ptrs) {
+        auto * dev = ggml_backend_get_device(backend);
+        phase_device_memory entry;
+        entry.name         = dev ? ggml_backend_dev_name(dev) : ggml_backend_name(backend);
+        entry.buffer_bytes = ctx.sched ? ggml_backend_sched_get_buffer_size(ctx.sched.get(), backend) : 0;
+        if (dev && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
+            size_t total = 0;
+            ggml_backend_dev_memory(dev, &entry.free_bytes, &total);
+        }
+        memory.push_back(std::move(entry));
+    }
+    return memory;
+}
+
+// Plans the prefill graph without allocating and compares with what the devices have free now, the decode buffers being dropped.
+std::string phase_context::shortfall() {
+    const double MiB = 1024.0*1024.0;
+    try {
+        auto mctx = ctx.memory ? ctx.memory->init_full() : nullptr;
+        std::vector<size_t> need(ctx.backend_ptrs.size());
+
+        drop_buffers();
+        ensure_scheduler();
+        const uint32_t n_tokens = std::min(ctx.cparams.n_ctx, ubatch_prefill);
+        ctx.graph_reserve(n_tokens, ctx.cparams.n_seq_max, std::min(n_tokens, ctx.cparams.n_outputs_max), mctx.get(), true, need.data());
+
+        std::string text;
+        const auto memory = read_memory();
+        for (size_t i = 0; i < need.size(); ++i) {
+            if (memory[i].free_bytes && need[i] > memory[i].free_bytes) {
+                text += format("; %s needs %.0f MiB and has %.0f MiB free, short by %.0f MiB", memory[i].name.c_str(), need[i]/MiB,
+                        memory[i].free_bytes/MiB, (need[i] - memory[i].free_bytes)/MiB);
+            }
+        }
+        return text;
+    } catch (const std::exception &) {
+        return "";
+    }
+}

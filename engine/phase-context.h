@@ -1,0 +1,95 @@
+#pragma once
+
+// Binds the phases to a llama_context: creation, and the effects of a transaction on this one context. What decides is phase-group.
+//
+//   llama_context ──owns──> phase_context ──shares──> phase_group ──refers to──> its phase_contexts
+//
+// Called by src/llama-context.cpp (creation, memory, each decode) and by phase-group.
+
+#include "phase-config.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+struct expert_cache;
+struct llama_context;
+struct phase_device_memory;
+struct phase_group;
+
+struct phase_context {
+    phase_context(llama_context & ctx, const phase_config & config, uint32_t ubatch_prefill);
+    ~phase_context();
+
+    phase_context(const phase_context &) = delete;
+    phase_context & operator=(const phase_context &) = delete;
+
+    // Called at the end of the context's constructor: allocates the slots, then plans the decode graphs with them.
+    // Throws std::runtime_error when they do not fit.
+    void create_slots();
+
+    // Called at the start of each decode, before anything of the batch is allocated. False: the context is unusable.
+    bool before_decode(uint32_t n_tokens);
+
+    // Waits for the work in flight. On the way into the prefill phase the flags that a reserve may clear are remembered.
+    void quiesce(bool entering);
+
+    // Frees scheduler, graphs and compute buffers. Safe when there are none. Returns minus the bytes freed.
+    int64_t drop_buffers();
+
+    // Plans and allocates for the micro-batch of the phase. When the prefill buffers do not fit beside the ring, the ring is made
+    // smaller, then given up. Returns the bytes allocated; throws std::exception, for the prefill phase with the shortfall per device.
+    int64_t reserve_buffers(bool prefill);
+
+    // As the functions of expert_cache; they return bytes as phase_step does, and do nothing without host experts.
+    using fault_point = std::function<void(const char * step)>;
+    int64_t remember_slots();
+    int64_t free_slots();
+    int64_t allocate_slots(const fault_point & fault);
+    int64_t refill_slots();
+    int64_t allocate_ring(const fault_point & fault);
+    int64_t free_ring();
+
+    // A scheduler without buffers, so that the context can be destroyed after a failed reserve.
+    void ensure_scheduler();
+
+    // one entry per backend of the context
+    std::vector<phase_device_memory> read_memory() const;
+
+    const uint32_t ubatch_decode;
+    const uint32_t ubatch_prefill; // the same when this context does not switch
+
+    std::shared_ptr<phase_group>  group;
+    std::unique_ptr<expert_cache> experts; // null: none in host memory, or no slots asked for
+
+  private:
+    friend class phase_memory_scope;
+
+    void        reserve();
+    void        check_budget();
+    std::string shortfall();
+
+    llama_context &    ctx;
+    const phase_config config;
+
+    bool pipeline_parallel = false; // of the decode phase
+};
+
+// Null when the mode is off or the context cannot switch (said once in the log), and no slots are asked for. A context that only measures memory
+// (no_alloc, made by --fit) gets the larger micro-batch instead, so that the fit covers both phases.
+// Throws std::invalid_argument when the environment is wrong.
+std::shared_ptr<phase_context> phase_context_create(llama_context & ctx);
+
+// While it lives the context parameters carry the larger of the two micro-batches: memory modules size their sliding windows
+// by it.
+class phase_memory_scope {
+  public:
+    explicit phase_memory_scope(phase_context * phase);
+    ~phase_memory_scope();
+
+  private:
+    phase_context * phase;
+};

@@ -1,0 +1,388 @@
+#include "phase-group.h"
+
+#include "expert-cache.h"
+#include "phase-context.h"
+#include "phase-steps.h"
+
+#include "llama-impl.h"
+
+#include "ggml.h"
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+
+// a prefill size that failed this often is not tried again until reset()
+static constexpr uint32_t MAX_FAILED_IN_A_ROW = 3;
+
+// The living groups, oldest first. Process-wide because the server's HTTP threads ask while contexts come and go (a sleeping server
+// frees them), so they must not hold a context.
+static std::mutex                 registry_lock;
+static std::vector<phase_group *> registry;
+static std::atomic<bool>          failed_ever { false };
+
+static double now_ms() {
+    return ggml_time_us() / 1000.0;
+}
+
+static size_t sum_bytes(const std::vector<phase_device_memory> & memory) {
+    size_t sum = 0;
+    for (const auto & device : memory) {
+        sum += device.buffer_bytes;
+    }
+    return sum;
+}
+
+//
+// members
+//
+
+phase_group::phase_group(const phase_config & config, phase_context & leader) : config(config), members { &leader }, faults(config.faults) {
+    stats.mode           = leader.ubatch_prefill > leader.ubatch_decode ? config.mode : PHASE_MODE_OFF;
+    stats.since_ms       = now_ms();
+    stats.n_members      = 1;
+    stats.ubatch_decode  = leader.ubatch_decode;
+    stats.ubatch_prefill = leader.ubatch_prefill;
+    stats.min_tokens     = config.prefill_min_tokens > 0 ? config.prefill_min_tokens : 2*leader.ubatch_decode;
+
+    std::lock_guard<std::mutex> guard(registry_lock);
+    registry.push_back(this);
+}
+
+void phase_group::remove(phase_context & member) {
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        members.erase(std::remove(members.begin(), members.end(), &member), members.end());
+        stats.n_members = (uint32_t) members.size();
+    }
+    if (members.empty()) {
+        std::lock_guard<std::mutex> guard(registry_lock);
+        registry.erase(std::remove(registry.begin(), registry.end(), this), registry.end());
+    }
+}
+
+bool phase_group::join(phase_group & other) {
+    if (&other == this || in_prefill() || other.in_prefill() || other.members.empty()) {
+        return false;
+    }
+    // the members' references keep `other` alive until the last one is moved
+    const auto keep  = other.members.front()->group;
+    const auto self  = members.front()->group;
+    const auto moved = other.members;
+    for (auto * member : moved) {
+        other.remove(*member);
+        member->group = self;
+    }
+    std::lock_guard<std::mutex> guard(lock);
+    members.insert(members.end(), moved.begin(), moved.end());
+    stats.n_members = (uint32_t) members.size();
+    return true;
+}
+
+//
+// decisions
+//
+
+bool phase_group::before_decode(const phase_context & member, uint32_t n_tokens) {
+    if (failure()) {
+        return false;
+    }
+    if (stats.hooked || &member != members.front()) {
+        return true;
+    }
+    if (!stats.prefill && stats.mode != PHASE_MODE_OFF && n_tokens >= stats.min_tokens && n_tokens > stats.ubatch_decode) {
+        enter();
+    } else if (stats.prefill && n_tokens <= config.expert_batch) {
+        leave();
+    }
+    return !failure();
+}
+
+int32_t phase_group::prompt_begin(llama_seq_id seq_id, int32_t n_new) {
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        stats.hooked = true;
+        if (stats.mode == PHASE_MODE_OFF || n_new < (int32_t) stats.min_tokens) {
+            stats.n_short++;
+        } else {
+            stats.n_prompts++;
+            prompts.insert(seq_id);
+        }
+    }
+    if (!failure() && !prompts.empty() && !stats.prefill) {
+        enter();
+    }
+    if (failure()) {
+        prompts.erase(seq_id);
+        return -1;
+    }
+    return (int32_t) (stats.prefill && config.mode == PHASE_MODE_TRANSACTION ? stats.ubatch_prefill : stats.ubatch_decode);
+}
+
+int32_t phase_group::prompt_end(llama_seq_id seq_id, bool aborted) {
+    if (prompts.erase(seq_id)) {
+        if (aborted) {
+            std::lock_guard<std::mutex> guard(lock);
+            stats.n_aborted++;
+        }
+        if (prompts.empty() && stats.prefill && !failure()) {
+            leave();
+        }
+    }
+    return failure() ? -1 : 0;
+}
+
+void phase_group::reset() {
+    n_failed_in_a_row = 0;
+}
+
+//
+// transactions
+//
+
+phase_report phase_group::run(const std::vector<phase_step> & steps) {
+    if (config.mode == PHASE_MODE_BYPASS) {
+        auto idle = steps;
+        for (auto & step : idle) {
+            step.act = nullptr;
+        }
+        return phase_transaction_run(idle, faults, now_ms);
+    }
+    return phase_transaction_run(steps, faults, now_ms);
+}
+
+static std::function<int64_t()> for_each_member(const std::vector<phase_context *> & members, const std::function<int64_t(phase_context &)> & effect) {
+    return [&members, effect] {
+        int64_t bytes = 0;
+        for (auto * member : members) {
+            bytes += effect(*member);
+        }
+        return bytes;
+    };
+}
+
+// for attempts inside a step that has fallbacks
+std::function<void(const char *)> phase_group::fault_point() {
+    return [this](const char * step) {
+        if (faults.fires(step)) {
+            throw std::runtime_error("injected fault");
+        }
+    };
+}
+
+void phase_group::enter() {
+    if (n_failed_in_a_row >= MAX_FAILED_IN_A_ROW) {
+        std::lock_guard<std::mutex> guard(lock);
+        stats.n_blocked++;
+        return;
+    }
+
+    const auto fault = fault_point();
+
+    const auto quiesce  = for_each_member(members, [](phase_context & m) { m.quiesce(true); return 0; });
+    const auto remember = for_each_member(members, [](phase_context & m) { return m.remember_slots(); });
+    const auto drop     = for_each_member(members, [](phase_context & m) { return m.drop_buffers(); });
+    const auto decode   = for_each_member(members, [](phase_context & m) { return m.reserve_buffers(false); });
+    const auto free     = for_each_member(members, [](phase_context & m) { return m.free_slots(); });
+    const auto slots    = for_each_member(members, [&](phase_context & m) { return m.allocate_slots(fault) + m.refill_slots(); });
+    const auto ring     = for_each_member(members, [&](phase_context & m) { return m.allocate_ring(fault); });
+    const auto no_ring  = for_each_member(members, [](phase_context & m) { return m.free_ring(); });
+    const auto prefill  = for_each_member(members, [](phase_context & m) { return m.reserve_buffers(true); });
+
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        note_memory(stats.decode_memory);
+    }
+
+    const phase_report report = run({
+        { PHASE_STEP_ENTER_QUIESCE,         quiesce,  "",                             nullptr },
+        { PHASE_STEP_ENTER_REMEMBER,        remember, "",                             nullptr },
+        { PHASE_STEP_ENTER_DROP_DECODE,     drop,     PHASE_STEP_UNDO_RESERVE_DECODE, decode  },
+        { PHASE_STEP_ENTER_FREE_SLOTS,      free,     PHASE_STEP_UNDO_ALLOCATE_SLOTS, slots   },
+        { PHASE_STEP_ENTER_ALLOCATE_RING,   ring,     PHASE_STEP_UNDO_FREE_RING,      no_ring },
+        { PHASE_STEP_ENTER_RESERVE_PREFILL, prefill,  PHASE_STEP_UNDO_DROP_PREFILL,   drop    },
+    });
+    log_steps(report);
+
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        stats.last           = report;
+        stats.last_direction = "enter";
+        stats.enter.add(report.ms / 1000.0);
+        stats.enter_ms_last  = report.ms;
+        if (report.outcome == PHASE_COMMITTED) {
+            stats.n_entered++;
+            stats.prefill  = true;
+            stats.since_ms = now_ms();
+            note_memory(stats.prefill_memory);
+        } else if (report.outcome == PHASE_ROLLED_BACK) {
+            stats.n_rolled_back++;
+            stats.last_failure = report.failed_step + ": " + report.reason;
+        }
+    }
+
+    switch (report.outcome) {
+        case PHASE_COMMITTED:
+            n_failed_in_a_row = 0;
+            if (config.log >= PHASE_LOG_INFO) {
+                LLAMA_LOG_INFO("llama-phase: prefill phase entered in %.1f ms, ubatch %u -> %u, compute buffers %.1f -> %.1f MiB\n",
+                        report.ms, stats.ubatch_decode, stats.ubatch_prefill,
+                        sum_bytes(stats.decode_memory)/1024.0/1024.0, sum_bytes(stats.prefill_memory)/1024.0/1024.0);
+            }
+            emit(LLAMA_PHASE_EVENT_ENTERED, report);
+            break;
+        case PHASE_ROLLED_BACK:
+            ++n_failed_in_a_row;
+            LLAMA_LOG_WARN("llama-phase: prefill phase not entered, the prompt runs at ubatch %u: step %s failed: %s%s\n", stats.ubatch_decode,
+                    report.failed_step.c_str(), report.reason.c_str(),
+                    n_failed_in_a_row == MAX_FAILED_IN_A_ROW ? " (not tried again until a reset)" : "");
+            emit(LLAMA_PHASE_EVENT_ROLLED_BACK, report);
+            break;
+        case PHASE_BROKEN:
+            fail("rolling back step " + report.failed_step + " failed: " + report.reason);
+            emit(LLAMA_PHASE_EVENT_FAILED, report);
+            break;
+    }
+}
+
+void phase_group::leave() {
+    const auto fault = fault_point();
+
+    const auto quiesce  = for_each_member(members, [](phase_context & m) { m.quiesce(false); return 0; });
+    const auto remember = for_each_member(members, [](phase_context & m) { return m.remember_slots(); });
+    const auto drop     = for_each_member(members, [&](phase_context & m) { return m.drop_buffers(); });
+    const auto no_ring  = for_each_member(members, [](phase_context & m) { return m.free_ring(); });
+    const auto slots    = for_each_member(members, [&](phase_context & m) { return m.allocate_slots(fault); });
+    const auto no_slots = for_each_member(members, [](phase_context & m) { return m.free_slots(); });
+    const auto refill   = for_each_member(members, [](phase_context & m) { return m.refill_slots(); });
+    const auto decode   = for_each_member(members, [](phase_context & m) { return m.reserve_buffers(false); });
+    const auto retry    = [&] { return drop() + no_ring() + no_slots() + decode(); };
+
+    // quiesce comes first for the copies in flight; what the prompt chose is read before the slots' state is written anew
+    phase_report report = run({
+        { PHASE_STEP_LEAVE_QUIESCE,        [&] { return quiesce() + remember(); }, "", nullptr },
+        { PHASE_STEP_LEAVE_DROP_PREFILL,   drop,    "", nullptr },
+        { PHASE_STEP_LEAVE_FREE_RING,      no_ring, "", nullptr },
+        { PHASE_STEP_LEAVE_ALLOCATE_SLOTS, slots,   "", nullptr },
+        { PHASE_STEP_LEAVE_REFILL,         refill,  "", nullptr },
+        { PHASE_STEP_LEAVE_RESERVE_DECODE, decode,  "", nullptr },
+    });
+    if (report.outcome != PHASE_COMMITTED) {
+        LLAMA_LOG_WARN("llama-phase: leaving the prefill phase: step %s failed, retrying without slots: %s\n", report.failed_step.c_str(), report.reason.c_str());
+        const phase_report second = run({ { PHASE_STEP_LEAVE_RETRY_DECODE, retry, "", nullptr } });
+        report.steps.insert(report.steps.end(), second.steps.begin(), second.steps.end());
+        report.ms += second.ms;
+        if (second.outcome == PHASE_COMMITTED) {
+            report.outcome = PHASE_COMMITTED;
+        } else {
+            report.outcome = PHASE_BROKEN;
+            report.reason += "; then " + second.failed_step + ": " + second.reason;
+        }
+    }
+    log_steps(report);
+
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        stats.last           = report;
+        stats.last_direction = "leave";
+        stats.leave.add(report.ms / 1000.0);
+        stats.leave_ms_last  = report.ms;
+        stats.prefill        = false;
+        stats.since_ms       = now_ms();
+        if (report.outcome == PHASE_COMMITTED) {
+            stats.n_left++;
+            note_memory(stats.decode_memory);
+        }
+    }
+    if (report.outcome == PHASE_COMMITTED) {
+        if (config.log >= PHASE_LOG_INFO) {
+            LLAMA_LOG_INFO("llama-phase: prefill phase left in %.1f ms, ubatch %u -> %u\n", report.ms, stats.ubatch_prefill, stats.ubatch_decode);
+        }
+        emit(LLAMA_PHASE_EVENT_LEFT, report);
+    } else {
+        fail("step " + report.failed_step + " failed: " + report.reason);
+        emit(LLAMA_PHASE_EVENT_FAILED, report);
+    }
+}
+
+void phase_group::fail(const std::string & reason) {
+    LLAMA_LOG_ERROR("llama-phase: no decode buffers, this context cannot compute any more: %s\n", reason.c_str());
+    for (auto * member : members) {
+        member->ensure_scheduler();
+    }
+    failed_ever = true;
+
+    std::lock_guard<std::mutex> guard(lock);
+    stats.n_failed++;
+    stats.failure = reason;
+    stats.prefill = false;
+}
+
+//
+// what others read
+//
+
+void phase_group::note_memory(std::vector<phase_device_memory> & memory) {
+    memory.clear();
+    for (auto * member : members) {
+        for (auto & entry : member->read_memory()) {
+            const auto same = std::find_if(memory.begin(), memory.end(), [&](const phase_device_memory & m) { return m.name == entry.name; });
+            if (same == memory.end()) {
+                memory.push_back(std::move(entry));
+            } else {
+                same->buffer_bytes += entry.buffer_bytes;
+            }
+        }
+    }
+}
+
+void phase_group::set_callback(llama_phase_callback callback, void * user_data) {
+    this->callback  = callback;
+    this->user_data = user_data;
+}
+
+void phase_group::emit(llama_phase_event_type type, const phase_report & report) const {
+    if (callback) {
+        const llama_phase_event event = {
+            type, report.ms, stats.prefill ? stats.ubatch_prefill : stats.ubatch_decode,
+            sum_bytes(stats.prefill ? stats.prefill_memory : stats.decode_memory), report.failed_step.c_str(), report.reason.c_str(),
+        };
+        callback(&event, user_data);
+    }
+}
+
+void phase_group::log_steps(const phase_report & report) const {
+    if (config.log >= PHASE_LOG_DEBUG) {
+        for (const auto & step : report.steps) {
+            LLAMA_LOG_INFO("llama-phase: step %-30s %8.2f ms %+10.2f MiB%s\n", step.name.c_str(), step.ms, step.bytes/1024.0/1024.0, step.ok ? "" : " failed");
+        }
+    }
+}
+
+bool phase_group::in_prefill() const {
+    return stats.prefill;
+}
+
+const char * phase_group::failure() const {
+    return stats.failure.empty() ? nullptr : stats.failure.c_str();
+}
+
+phase_stats phase_group::snapshot() const {
+    std::lock_guard<std::mutex> guard(lock);
+    phase_stats copy = stats;
+    for (const auto * member : members) {
+        if (member->experts) {
+            copy.experts.push_back(member->experts->stats());
+        }
+    }
+    return copy;
+}
+
+phase_stats phase_group::snapshot_of_oldest() {
+    std::lock_guard<std::mutex> guard(registry_lock);
+    return registry.empty() ? phase_stats() : registry.front()->snapshot();
+}
+
+bool phase_group::any_failed() {
+    return failed_ever;
+}

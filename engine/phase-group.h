@@ -1,0 +1,68 @@
+#pragma once
+
+// The coordinator: decides when to switch, runs the transaction over its member contexts, counts.
+//
+// A group is made with each context and holds it alone; join() merges two (a target and its MTP draft). The first member leads:
+// its batch sizes count when there are no explicit events. Everything that switches runs on the thread that decodes; the lock guards
+// the stats, which other threads read.
+
+#include "llama-phase.h"
+#include "phase-stats.h"
+
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+struct phase_context;
+
+struct phase_group {
+    phase_group(const phase_config & config, phase_context & leader);
+
+    void remove(phase_context & member);
+
+    // Takes over the members of `other`. False when they are the same or one is not in the decode phase.
+    bool join(phase_group & other);
+
+    bool before_decode(const phase_context & member, uint32_t n_tokens);
+
+    // see llama-phase.h
+    int32_t prompt_begin(llama_seq_id seq_id, int32_t n_new);
+    int32_t prompt_end(llama_seq_id seq_id, bool aborted);
+    void    reset();
+    void    set_callback(llama_phase_callback callback, void * user_data);
+
+    bool         in_prefill() const;
+    const char * failure() const; // null while usable
+    phase_stats  snapshot() const;
+
+    // a copy of the stats of the oldest living group; mode off when there is none
+    static phase_stats snapshot_of_oldest();
+
+    static bool any_failed();
+
+  private:
+    void enter();
+    void leave();
+    void fail(const std::string & reason);
+
+    phase_report run(const std::vector<phase_step> & steps);
+
+    std::function<void(const char *)> fault_point();
+
+    void         note_memory(std::vector<phase_device_memory> & memory);
+    void         emit(llama_phase_event_type type, const phase_report & report) const;
+    void         log_steps(const phase_report & report) const;
+
+    const phase_config           config;
+    std::vector<phase_context *> members;
+    std::set<llama_seq_id>       prompts; // long prompts in progress
+    phase_faults                 faults;
+    uint32_t                     n_failed_in_a_row = 0;
+
+    llama_phase_callback callback  = nullptr;
+    void               * user_data = nullptr;
+
+    mutable std::mutex lock;
+    phase_stats        stats;
+};

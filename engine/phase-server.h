@@ -1,0 +1,56 @@
+#pragma once
+
+// What tools/server calls, so that each seam there is a line or two. Header only: the server links the C API of libllama.
+
+#include "llama-phase.h"
+#include "log.h"
+
+#include <stdexcept>
+#include <string>
+
+namespace phase_server {
+
+inline void log_event(const llama_phase_event * event, void *) {
+    static const char * const WHAT[] = { "entered the prefill phase", "left the prefill phase", "not entered, rolled back", "FAILED" };
+    LOG_INF("llama-phase: %s in %.1f ms, ubatch %u, compute buffers %.1f MiB%s%s\n", WHAT[event->type], event->ms, event->ubatch,
+            event->buffer_bytes/1048576.0, event->reason[0] ? ": " : "", event->reason);
+}
+
+// Both contexts have been created; `draft` may be null.
+inline void attach(llama_context * target, llama_context * draft) {
+    llama_phase_set_callback(target, log_event, nullptr);
+    if (draft) {
+        llama_phase_join(target, draft);
+    }
+}
+
+// Throws std::runtime_error with the reason once the context is unusable; the server then answers 503 and ends.
+inline void check(int32_t result, const llama_context * ctx) {
+    if (result < 0) {
+        throw std::runtime_error(std::string("llama-phase: no decode buffers: ") + llama_phase_failure(ctx));
+    }
+}
+
+// returns the micro-batch in tokens that the prompt's batches will be cut into
+inline int32_t prompt_begin(llama_context * ctx, llama_seq_id seq_id, int32_t n_new) {
+    const int32_t n_ubatch = llama_phase_prompt_begin(ctx, seq_id, n_new);
+    check(n_ubatch, ctx);
+    return n_ubatch;
+}
+
+inline void prompt_done(llama_context * ctx, llama_seq_id seq_id) {
+    check(llama_phase_prompt_done(ctx, seq_id), ctx);
+}
+
+// the texts grow between two calls (times do), so ask until it fits
+inline std::string text(int32_t (*write)(char *, size_t)) {
+    std::string out(4096, '\0');
+    size_t n;
+    while ((n = (size_t) write(&out[0], out.size())) >= out.size()) {
+        out.resize(n + 256);
+    }
+    out.resize(n);
+    return out;
+}
+
+} // namespace phase_server

@@ -1,0 +1,258 @@
+#include "phase-stats.h"
+
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <cstdio>
+
+using json = nlohmann::ordered_json;
+
+void phase_histogram::add(double seconds) {
+    ++count;
+    sum += seconds;
+    for (size_t i = 0; i < PHASE_SWAP_BUCKETS.size(); ++i) {
+        if (seconds <= PHASE_SWAP_BUCKETS[i]) {
+            ++counts[i];
+            return;
+        }
+    }
+}
+
+const char * phase_outcome_name(phase_outcome outcome) {
+    switch (outcome) {
+        case PHASE_COMMITTED:   return "committed";
+        case PHASE_ROLLED_BACK: return "rolled back";
+        case PHASE_BROKEN:      return "broken";
+    }
+    return "?";
+}
+
+static json memory_json(const std::vector<phase_device_memory> & memory) {
+    json list = json::array();
+    for (const auto & device : memory) {
+        json entry = { { "device", device.name }, { "compute_buffer_bytes", device.buffer_bytes } };
+        if (device.free_bytes) {
+            entry["free_bytes"] = device.free_bytes;
+        }
+        list.push_back(std::move(entry));
+    }
+    return list;
+}
+
+static size_t total_bytes(const std::vector<phase_device_memory> & memory) {
+    size_t sum = 0;
+    for (const auto & device : memory) {
+        sum += device.buffer_bytes;
+    }
+    return sum;
+}
+
+static phase_op_counters total(const expert_stats & experts, phase_op_counters expert_layer_stats::*which) {
+    phase_op_counters sum = {};
+    for (const auto & layer : experts.layers) {
+        sum.looked_up += (layer.*which).looked_up;
+        sum.missed    += (layer.*which).missed;
+        sum.evicted   += (layer.*which).evicted;
+        sum.runs      += (layer.*which).runs;
+    }
+    return sum;
+}
+
+static uint64_t copied_bytes(const expert_stats & experts, phase_op_counters expert_layer_stats::*which) {
+    uint64_t sum = 0;
+    for (const auto & layer : experts.layers) {
+        sum += (layer.*which).missed*layer.expert_bytes;
+    }
+    return sum;
+}
+
+static json experts_json(const expert_stats & experts) {
+    const auto counters = [](const phase_op_counters & c, uint64_t bytes) {
+        return json { { "looked_up", c.looked_up }, { "hit", c.looked_up - std::min(c.missed, c.looked_up) }, { "missed", c.missed },
+                { "evicted", c.evicted }, { "runs", c.runs }, { "copied_bytes", bytes } };
+    };
+    json result = {
+        { "slots_per_layer", experts.n_slots },
+        { "slot_bytes",      experts.slot_bytes },
+        { "ring_regions",    experts.n_regions },
+        { "ring_bytes",      experts.ring_bytes },
+        { "pinned_bytes",    experts.pinned_bytes },
+        { "graph_replays",   experts.graph_replays },
+        { "slots",           counters(total(experts, &expert_layer_stats::slots), copied_bytes(experts, &expert_layer_stats::slots)) },
+    };
+    const auto ring = total(experts, &expert_layer_stats::ring);
+    result["ring"] = { { "layers_streamed", ring.runs }, { "copied_bytes", copied_bytes(experts, &expert_layer_stats::ring) } };
+
+    json layers = json::array();
+    for (const auto & layer : experts.layers) {
+        json entry = { { "layer", layer.il }, { "device", layer.device } };
+        entry.update(counters(layer.slots, layer.slots.missed*layer.expert_bytes));
+        layers.push_back(std::move(entry));
+    }
+    result["layers"] = std::move(layers);
+    json stock = json::array();
+    for (const auto & [il, reason] : experts.unusable) {
+        stock.push_back({ { "layer", il }, { "reason", reason } });
+    }
+    result["stock_layers"] = std::move(stock);
+    if (!experts.note.empty()) {
+        result["note"] = experts.note;
+    }
+    return result;
+}
+
+std::string phase_stats_json(const phase_stats & stats, double now_ms) {
+    static const char * const MODES[] = { "off", "transaction", "bypass" };
+
+    json result = { { "mode", MODES[stats.mode] } };
+    result["phase"] = stats.prefill ? "prefill" : "decode";
+    if (!stats.experts.empty()) {
+        json list = json::array();
+        for (const auto & experts : stats.experts) {
+            list.push_back(experts_json(experts));
+        }
+        result["experts"] = std::move(list);
+    }
+    if (stats.mode == PHASE_MODE_OFF) {
+        return result.dump();
+    }
+    result["since_ms"] = now_ms - stats.since_ms;
+    result["events"]   = stats.hooked ? "explicit" : "batch size";
+    result["contexts"] = stats.n_members;
+    result["ubatch"]   = {
+        { "now",     stats.prefill ? stats.ubatch_prefill : stats.ubatch_decode },
+        { "decode",  stats.ubatch_decode },
+        { "prefill", stats.ubatch_prefill },
+    };
+    result["min_tokens"] = stats.min_tokens;
+    result["counters"]   = {
+        { "entered",     stats.n_entered },
+        { "left",        stats.n_left },
+        { "rolled_back", stats.n_rolled_back },
+        { "failed",      stats.n_failed },
+        { "prompts",     stats.n_prompts },
+        { "short",       stats.n_short },
+        { "blocked",     stats.n_blocked },
+        { "aborted",     stats.n_aborted },
+    };
+    result["memory"] = {
+        { "decode",  memory_json(stats.decode_memory) },
+        { "prefill", memory_json(stats.prefill_memory) },
+    };
+    result["last_enter_ms"] = stats.enter_ms_last;
+    result["last_leave_ms"] = stats.leave_ms_last;
+    if (!stats.last_direction.empty()) {
+        json steps = json::array();
+        for (const auto & step : stats.last.steps) {
+            steps.push_back({ { "step", step.name }, { "ms", step.ms }, { "bytes", step.bytes }, { "ok", step.ok } });
+        }
+        result["last_transaction"] = {
+            { "direction", stats.last_direction },
+            { "outcome",   phase_outcome_name(stats.last.outcome) },
+            { "ms",        stats.last.ms },
+            { "steps",     std::move(steps) },
+        };
+        if (!stats.last.failed_step.empty()) {
+            result["last_transaction"]["failed_step"] = stats.last.failed_step;
+            result["last_transaction"]["reason"]      = stats.last.reason;
+        }
+    }
+    if (!stats.last_failure.empty()) {
+        result["last_failure"] = stats.last_failure;
+    }
+    if (!stats.failure.empty()) {
+        result["failure"] = stats.failure;
+    }
+    return result.dump();
+}
+
+namespace {
+
+struct prometheus_text {
+    std::string out;
+
+    void family(const char * name, const char * type, const char * help) {
+        out += std::string("# HELP ") + name + " " + help + "\n# TYPE " + name + " " + type + "\n";
+    }
+
+    void sample(const std::string & name, double value) {
+        char number[48];
+        std::snprintf(number, sizeof(number), " %.10g\n", value);
+        out += name + number;
+    }
+
+    void one(const char * name, const char * type, const char * help, double value) {
+        family(name, type, help);
+        sample(name, value);
+    }
+
+    void histogram(const std::string & name, const std::string & label, const phase_histogram & h) {
+        uint64_t cumulative = 0;
+        for (size_t i = 0; i < PHASE_SWAP_BUCKETS.size(); ++i) {
+            cumulative += h.counts[i];
+            char bound[32];
+            std::snprintf(bound, sizeof(bound), "%g", PHASE_SWAP_BUCKETS[i]);
+            sample(name + "_bucket{" + label + ",le=\"" + bound + "\"}", (double) cumulative);
+        }
+        sample(name + "_bucket{" + label + ",le=\"+Inf\"}", (double) h.count);
+        sample(name + "_sum{" + label + "}", h.sum);
+        sample(name + "_count{" + label + "}", (double) h.count);
+    }
+};
+
+} // namespace
+
+static void experts_prometheus(prometheus_text & text, const std::vector<expert_stats> & members) {
+    if (members.empty()) {
+        return;
+    }
+    phase_op_counters sum = {};
+    uint64_t copied = 0, streamed = 0, slot_bytes = 0, ring_bytes = 0;
+    for (const auto & experts : members) {
+        const auto c = total(experts, &expert_layer_stats::slots);
+        sum.looked_up += c.looked_up;
+        sum.missed    += c.missed;
+        sum.evicted   += c.evicted;
+        copied     += copied_bytes(experts, &expert_layer_stats::slots);
+        streamed   += copied_bytes(experts, &expert_layer_stats::ring);
+        slot_bytes += experts.slot_bytes;
+        ring_bytes += experts.ring_bytes;
+    }
+    text.one("llama_phase_expert_lookups_total",      "counter", "Experts looked up in the slots.",                 (double) sum.looked_up);
+    text.one("llama_phase_expert_misses_total",       "counter", "Experts copied into a slot.",                     (double) sum.missed);
+    text.one("llama_phase_expert_evictions_total",    "counter", "Of those, copied over another expert.",           (double) sum.evicted);
+    text.one("llama_phase_expert_copied_bytes_total", "counter", "Bytes copied into slots.",                        (double) copied);
+    text.one("llama_phase_streamed_bytes_total",      "counter", "Bytes streamed through the ring.",                (double) streamed);
+    text.one("llama_phase_slots",                     "gauge",   "Slots per layer.",                                (double) members[0].n_slots);
+    text.one("llama_phase_slot_bytes",                "gauge",   "Device memory of the slots.",                     (double) slot_bytes);
+    text.one("llama_phase_ring_bytes",                "gauge",   "Device memory of the ring.",                      (double) ring_bytes);
+    text.one("llama_phase_pinned_bytes",              "gauge",   "Host memory of experts that devices read in place.", (double) members[0].pinned_bytes);
+    text.one("llama_phase_graph_replays_total",       "counter", "CUDA graphs launched.",                           (double) members[0].graph_replays);
+}
+
+std::string phase_stats_prometheus(const phase_stats & stats) {
+    prometheus_text text;
+    experts_prometheus(text, stats.experts);
+    if (stats.mode == PHASE_MODE_OFF) {
+        return text.out;
+    }
+    text.one("llama_phase_prefill", "gauge", "1 while the context is in the prefill phase.", stats.prefill ? 1 : 0);
+    text.one("llama_phase_unusable", "gauge", "1 once the decode buffers could not be had back.", stats.failure.empty() ? 0 : 1);
+    text.one("llama_phase_entered_total",     "counter", "Transactions that reached the prefill phase.",                 (double) stats.n_entered);
+    text.one("llama_phase_left_total",        "counter", "Transactions that came back to the decode phase.",             (double) stats.n_left);
+    text.one("llama_phase_rolled_back_total", "counter", "Transactions rolled back; the prompt ran in the decode phase.", (double) stats.n_rolled_back);
+    text.one("llama_phase_failed_total",      "counter", "Transactions that left the context unusable.",                  (double) stats.n_failed);
+    text.one("llama_phase_prompts_total",     "counter", "Prompts long enough for a switch.",                            (double) stats.n_prompts);
+    text.one("llama_phase_short_total",       "counter", "Prompts under the threshold.",                                 (double) stats.n_short);
+    text.one("llama_phase_blocked_total",     "counter", "Prompts not tried after repeated failures.",                   (double) stats.n_blocked);
+    text.one("llama_phase_aborted_total",     "counter", "Long prompts that ended before their first token.",            (double) stats.n_aborted);
+
+    text.family("llama_phase_compute_buffer_bytes", "gauge", "Compute buffers of each phase; only one phase's are held at a time.");
+    text.sample("llama_phase_compute_buffer_bytes{phase=\"decode\"}",  (double) total_bytes(stats.decode_memory));
+    text.sample("llama_phase_compute_buffer_bytes{phase=\"prefill\"}", (double) total_bytes(stats.prefill_memory));
+
+    text.family("llama_phase_swap_seconds", "histogram", "Duration of a transaction.");
+    text.histogram("llama_phase_swap_seconds", "direction=\"enter\"", stats.enter);
+    text.histogram("llama_phase_swap_seconds", "direction=\"leave\"", stats.leave);
+    return text.out;
+}

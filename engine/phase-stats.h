@@ -1,0 +1,93 @@
+#pragma once
+
+// Counters, timings and their two texts. Plain data: phase-context fills it under its lock.
+
+#include "expert-op.h"
+#include "transaction.h"
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+// upper bounds of the swap-time histogram, seconds
+inline constexpr std::array<double, 10> PHASE_SWAP_BUCKETS = { 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0 };
+
+struct phase_histogram {
+    std::array<uint64_t, PHASE_SWAP_BUCKETS.size()> counts {}; // per bucket, not cumulative
+    uint64_t count = 0;
+    double   sum   = 0.0; // seconds
+
+    void add(double seconds);
+};
+
+struct phase_device_memory {
+    std::string name;
+    size_t      buffer_bytes = 0; // compute buffers
+    size_t      free_bytes   = 0; // as the device reports it; 0 for the host
+};
+
+struct expert_layer_stats {
+    int               il = 0;
+    std::string       device;
+    int32_t           n_slots      = 0;
+    phase_op_counters slots        = {}; // decode phase
+    phase_op_counters ring         = {}; // prefill phase
+    uint64_t          expert_bytes = 0;  // of one expert
+};
+
+struct expert_stats {
+    size_t   pinned_bytes  = 0; // of the model: host memory that the devices read in place
+    size_t   slot_bytes    = 0;
+    size_t   ring_bytes    = 0;
+    int32_t  n_slots       = 0; // per layer
+    int32_t  n_regions     = 0;
+    uint64_t graph_replays = 0; // of the process
+
+    std::vector<expert_layer_stats>          layers;
+    std::vector<std::pair<int, std::string>> unusable; // layers that keep the stock path, and why
+    std::string                              note;     // why there are fewer slots or regions than asked for
+};
+
+struct phase_stats {
+    phase_mode mode = PHASE_MODE_OFF;
+    bool       prefill = false;
+    bool       hooked  = false; // explicit events; else batch sizes decide
+    double     since_ms = 0.0;  // clock at the last change of phase
+
+    uint32_t n_members      = 0;
+    uint32_t ubatch_decode  = 0;
+    uint32_t ubatch_prefill = 0;
+    uint32_t min_tokens     = 0;
+
+    uint64_t n_entered     = 0;
+    uint64_t n_left        = 0;
+    uint64_t n_rolled_back = 0;
+    uint64_t n_failed      = 0;
+    uint64_t n_short       = 0;
+    uint64_t n_blocked     = 0;
+    uint64_t n_aborted     = 0;
+    uint64_t n_prompts     = 0; // prompts long enough for a switch
+
+    phase_histogram enter;
+    phase_histogram leave;
+
+    std::string  failure;        // why the context is unusable, or empty
+    std::string  last_direction; // "enter", "leave" or empty
+    phase_report last;           // the last transaction
+    std::string  last_failure;   // the last roll back, in words
+
+    double enter_ms_last = 0.0;
+    double leave_ms_last = 0.0;
+
+    std::vector<phase_device_memory> decode_memory;  // read after the last leave, or after creation
+    std::vector<phase_device_memory> prefill_memory; // read after the last enter
+
+    std::vector<expert_stats> experts; // one per member that has experts in host memory; filled by the snapshot
+};
+
+std::string phase_stats_json(const phase_stats & stats, double now_ms);
+std::string phase_stats_prometheus(const phase_stats & stats);
+
+const char * phase_outcome_name(phase_outcome outcome);
