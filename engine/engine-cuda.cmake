@@ -1,0 +1,9 @@
+# Compiled into the ggml-cuda target, in place. Included by ggml/src/ggml-cuda/CMakeLists.txt of the patched tree.
+
+target_sources(ggml-cuda PRIVATE
+    ${LLAMA_PHASE_ENGINE_DIR}/expert-cuda.cu
+    ${LLAMA_PHASE_ENGINE_DIR}/expert-cuda-fetch.cu
+    ${LLAMA_PHASE_ENGINE_DIR}/expert-cuda-pin.cu
+    ${LLAMA_PHASE_ENGINE_DIR}/expert-cuda-stream.cu
+    )
+target_include_directories(ggml-cuda PRIVATE ${LLAMA_PHASE_ENGINE_DIR} ${CMAKE_CURRENT_SOURCE_DIR})

@@ -1,0 +1,402 @@
+#include "expert-cache.h"
+
+#include "phase-steps.h"
+#include "slot-policy.h"
+
+#include "llama-adapter.h"
+#include "llama-impl.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+
+// device memory that is never taken by slots: pools, captured graphs and other processes grow into it
+static constexpr size_t RESERVE_BYTES = size_t(512) << 20;
+
+static constexpr int32_t RING_REGIONS_AUTO = 3;
+
+expert_cache::expert_cache(const llama_model & model, int il_begin, int il_end, const phase_config & config) :
+        config(config), store(expert_store::of(model)) {
+    for (const auto & [il, reason] : store->unusable) {
+        if (il >= il_begin && il < il_end) {
+            LLAMA_LOG_WARN("llama-phase: layer %d keeps the stock path: %s\n", il, reason.c_str());
+        }
+    }
+    for (const auto & host : store->layers) {
+        if (host.il >= il_begin && host.il < il_end) {
+            layers.emplace_back();
+            layers.back().host = &host;
+        }
+    }
+    if (layers.empty()) {
+        return;
+    }
+
+    auto * buft = ggml_backend_dev_host_buffer_type(layers[0].host->dev);
+    counters.reset(ggml_backend_buft_alloc_buffer(buft ? buft : ggml_backend_cpu_buffer_type(), 2*layers.size()*sizeof(phase_op_counters)));
+    if (!counters || (buft && ggml_backend_buffer_get_type(counters.get()) != buft)) {
+        throw std::runtime_error(format("llama-phase: %s cannot pin host memory (GGML_CUDA_NO_PINNED set, or the limit of locked memory, ulimit -l, reached)",
+                ggml_backend_dev_name(layers[0].host->dev)));
+    }
+    ggml_backend_buffer_clear(counters.get(), 0);
+    auto * counter = (phase_op_counters *) ggml_backend_buffer_get_base(counters.get());
+
+    for (auto & layer : layers) {
+        const auto & host = *layer.host;
+        layer.fetch.n_expert  = layer.stream.n_expert  = host.n_expert;
+        layer.fetch.n_tensors = layer.stream.n_tensors = (int32_t) host.weights.size();
+        layer.fetch.counters  = counter++;
+        layer.stream.counters = counter++;
+        for (size_t i = 0; i < host.weights.size(); ++i) {
+            layer.fetch.tensors[i] = { (const uint8_t *) host.weights[i]->data, nullptr, host.stride(i), 0 };
+        }
+        std::copy(std::begin(layer.fetch.tensors), std::end(layer.fetch.tensors), std::begin(layer.stream.tensors));
+        layer.state = state_arena.add(host.dev, GGML_TYPE_I32, (int64_t) phase_state_words(host.n_expert, host.n_expert), 1, 1);
+        by_down[host.weights.back()] = &layer;
+
+        layer.stream.position = (int32_t) ring_order[host.dev].size();
+        ring_order[host.dev].push_back(&layer.stream);
+    }
+    state_arena.allocate();
+}
+
+expert_cache::~expert_cache() {
+    free_ring();
+}
+
+//
+// slots
+//
+
+int32_t expert_cache::slots_needed() const {
+    int32_t needed = 0;
+    for (const auto & layer : layers) {
+        needed = std::max(needed, std::min(layer.host->n_expert, layer.host->n_used*(int32_t) config.expert_batch));
+    }
+    return needed;
+}
+
+void expert_cache::build_slots(int32_t n) {
+    slot_arena.clear();
+    for (auto & layer : layers) {
+        layer.slots.clear();
+        for (const auto * weight : layer.host->weights) {
+            layer.slots.push_back(slot_arena.add(layer.host->dev, weight->type, weight->ne[0], weight->ne[1], std::min(n, layer.host->n_expert)));
+        }
+    }
+}
+
+void expert_cache::create_slots(const std::map<ggml_backend_dev_t, size_t> & compute_bytes) {
+    const int32_t needed = slots_needed();
+
+    int32_t n_max = 0;
+    for (const auto & layer : layers) {
+        n_max = std::max(n_max, layer.host->n_expert);
+    }
+
+    // what fits on every device, and which device is the tightest
+    int32_t     fits = n_max;
+    std::string tightest;
+    size_t      index = 0;
+    for (const auto & [dev, compute] : compute_bytes) {
+        size_t per_slot = 0;
+        for (const auto & layer : layers) {
+            per_slot += layer.host->dev == dev ? layer.host->expert_bytes() : 0;
+        }
+        const size_t budget = config.budget_of(index++);
+        if (per_slot == 0) {
+            continue;
+        }
+        size_t free  = 0;
+        size_t total = 0;
+        ggml_backend_dev_memory(dev, &free, &total);
+        const size_t room = std::min(free > RESERVE_BYTES ? free - RESERVE_BYTES : 0, budget > compute ? budget - compute : 0);
+        const int32_t n = (int32_t) std::min<size_t>(room/per_slot, n_max);
+        if (tightest.empty() || n < fits) {
+            fits     = std::min(fits, n);
+            tightest = format("%s has room for %.0f MiB, a slot of every layer takes %.1f MiB", ggml_backend_dev_name(dev), room/1048576.0, per_slot/1048576.0);
+        }
+    }
+
+    n_slots_wanted = config.expert_slots < 0 ? fits : std::min(config.expert_slots, n_max);
+    if (n_slots_wanted < needed && config.expert_slots >= 0) {
+        throw std::runtime_error(format("llama-phase: LLAMA_PHASE_EXPERT_SLOTS=%d is too few: %d are needed (experts per token x LLAMA_PHASE_EXPERT_BATCH=%u)",
+                config.expert_slots, needed, config.expert_batch));
+    }
+    if (n_slots_wanted > fits || n_slots_wanted < needed) {
+        throw std::runtime_error(format("llama-phase: %d slots do not fit: %s, so at most %d fit and at least %d are needed",
+                std::max(n_slots_wanted, needed), tightest.c_str(), fits, needed));
+    }
+
+    allocate_slots([](const char *) {});
+    if (n_slots < n_slots_wanted) {
+        throw std::runtime_error("llama-phase: " + note);
+    }
+    for (auto & layer : layers) {
+        write_state(layer, {});
+    }
+    LLAMA_LOG_INFO("llama-phase: %d slots for each of %zu layers, %.1f MiB; experts in host memory %.1f MiB\n", n_slots, layers.size(),
+            slot_arena.bytes()/1048576.0, store->pinned_bytes/1048576.0);
+}
+
+size_t expert_cache::allocate_slots(const fault_point & fault) {
+    note.clear();
+    const int32_t needed = slots_needed();
+    for (int32_t n = n_slots_wanted; n >= needed && n > 0; n = n > needed ? std::max(needed, n/2) : 0) {
+        try {
+            build_slots(n);
+            fault(PHASE_STEP_SLOTS_ALLOCATE);
+            slot_arena.allocate();
+            n_slots = n;
+            break;
+        } catch (const std::exception & error) {
+            slot_arena.clear();
+            note = format("no memory for %d slots per layer: %s", n, error.what());
+            LLAMA_LOG_WARN("llama-phase: %s\n", note.c_str());
+        }
+    }
+    if (n_slots == 0) {
+        LLAMA_LOG_WARN("llama-phase: no slots, host experts take the stock path until the next prompt\n");
+        return 0;
+    }
+    for (auto & layer : layers) {
+        layer.fetch.n_slots = std::min(n_slots, layer.host->n_expert);
+        for (size_t i = 0; i < layer.slots.size(); ++i) {
+            layer.fetch.tensors[i].dst = (uint8_t *) layer.slots[i]->data;
+        }
+    }
+    return slot_arena.bytes();
+}
+
+size_t expert_cache::free_slots() {
+    const size_t bytes = slot_arena.bytes();
+    slot_arena.clear();
+    for (auto & layer : layers) {
+        layer.slots.clear();
+    }
+    n_slots = 0;
+    return bytes;
+}
+
+void expert_cache::remember() {
+    for (auto & layer : layers) {
+        std::vector<int32_t> words(phase_state_words(layer.host->n_expert, layer.host->n_expert));
+        ggml_backend_tensor_get(layer.state, words.data(), 0, words.size()*sizeof(int32_t));
+        slot_policy policy(words.data(), layer.host->n_expert, std::max(layer.fetch.n_slots, 1));
+        layer.seen.assign(policy.seen, policy.seen + layer.host->n_expert);
+        if (n_slots > 0) {
+            layer.resident = policy.resident();
+        }
+    }
+}
+
+std::vector<int32_t> expert_cache::experts_to_restore(const cached_layer & layer) const {
+    if (config.restore == PHASE_RESTORE_COLD) {
+        return {};
+    }
+    auto experts = layer.resident;
+    if (config.restore == PHASE_RESTORE_PROMPT && !layer.seen.empty()) {
+        // the experts of before stay at the old end, as far as there is room
+        std::vector<int32_t> chosen;
+        for (int32_t e = 0; e < layer.host->n_expert; ++e) {
+            if (layer.seen[e] > 0) {
+                chosen.push_back(e);
+            }
+        }
+        std::stable_sort(chosen.begin(), chosen.end(), [&](int32_t a, int32_t b) { return layer.seen[a] < layer.seen[b]; });
+        experts.erase(std::remove_if(experts.begin(), experts.end(), [&](int32_t e) { return layer.seen[e] > 0; }), experts.end());
+        experts.insert(experts.end(), chosen.begin(), chosen.end());
+    }
+    if ((int32_t) experts.size() > layer.fetch.n_slots) {
+        experts.erase(experts.begin(), experts.end() - layer.fetch.n_slots);
+    }
+    return experts;
+}
+
+void expert_cache::write_state(cached_layer & layer, const std::vector<int32_t> & experts) {
+    std::vector<int32_t> words(phase_state_words(layer.host->n_expert, layer.host->n_expert));
+    slot_policy policy(words.data(), layer.host->n_expert, layer.fetch.n_slots);
+    policy.clear();
+    policy.fill(experts);
+    ggml_backend_tensor_set(layer.state, words.data(), 0, words.size()*sizeof(int32_t));
+}
+
+size_t expert_cache::refill(const std::map<ggml_backend_dev_t, ggml_backend_t> & backends) {
+    size_t bytes = 0;
+    if (n_slots == 0) {
+        return bytes;
+    }
+    for (auto & layer : layers) {
+        const auto experts = experts_to_restore(layer);
+        write_state(layer, experts);
+        for (size_t slot = 0; slot < experts.size(); ++slot) {
+            for (size_t i = 0; i < layer.slots.size(); ++i) {
+                const size_t stride = layer.host->stride(i);
+                const char * begin  = (const char *) layer.host->weights[i]->data + experts[slot]*stride;
+                const auto   seam   = std::upper_bound(store->seams.begin(), store->seams.end(), begin);
+                const size_t first  = seam != store->seams.end() && *seam < begin + stride ? *seam - begin : stride;
+
+                auto * backend = backends.at(layer.host->dev);
+                ggml_backend_tensor_set_async(backend, layer.slots[i], begin, slot*stride, first);
+                if (first < stride) {
+                    ggml_backend_tensor_set_async(backend, layer.slots[i], begin + first, slot*stride + first, stride - first);
+                }
+                bytes += stride;
+            }
+        }
+    }
+    return bytes;
+}
+
+//
+// ring
+//
+
+int32_t expert_cache::ring_regions_wanted() const {
+    return config.ring_regions < 0 ? RING_REGIONS_AUTO : config.ring_regions;
+}
+
+size_t expert_cache::allocate_ring(int32_t n, const fault_point & fault) {
+    const auto aligned = [](size_t size) { return (size + 255)/256*256; };
+
+    for (; n >= 2; --n) {
+        try {
+            fault(PHASE_STEP_RING_ALLOCATE);
+            for (auto & [dev, order] : ring_order) {
+                auto * buft = ggml_backend_dev_buffer_type(dev);
+                size_t region_bytes = 0;
+                for (const auto & layer : layers) {
+                    size_t layer_bytes = 0;
+                    for (const auto * weight : layer.host->weights) {
+                        layer_bytes += aligned(ggml_backend_buft_get_alloc_size(buft, weight));
+                    }
+                    region_bytes = std::max(region_bytes, layer.host->dev == dev ? layer_bytes : 0);
+                }
+                const int32_t regions = std::min<int32_t>(n, (int32_t) order.size());
+                ring_arena.reserve(dev, regions*region_bytes);
+
+                for (auto & layer : layers) {
+                    if (layer.host->dev != dev) {
+                        continue;
+                    }
+                    size_t offset = (layer.stream.position % regions)*region_bytes;
+                    for (size_t i = 0; i < layer.host->weights.size(); ++i) {
+                        const auto * weight = layer.host->weights[i];
+                        const size_t size   = ggml_backend_buft_get_alloc_size(buft, weight);
+                        layer.ring.push_back(ring_arena.place(weight, dev, offset));
+                        layer.stream.tensors[i].dst = (uint8_t *) layer.ring.back()->data;
+                        layer.stream.tensors[i].pad = size - ggml_nbytes(weight);
+                        offset += aligned(size);
+                    }
+                }
+                rings[dev] = { regions, (int32_t) order.size(), order.data(), nullptr };
+                for (auto * stream : order) {
+                    stream->ring = &rings[dev];
+                }
+            }
+            n_regions = n;
+            return ring_arena.bytes();
+        } catch (const std::exception & error) {
+            free_ring();
+            note = format("no memory for a ring of %d layers: %s", n, error.what());
+            LLAMA_LOG_WARN("llama-phase: %s\n", note.c_str());
+        }
+    }
+    return 0;
+}
+
+size_t expert_cache::free_ring() {
+    for (auto & [dev, ring] : rings) {
+        if (const auto * api = phase_backend_api_of(dev)) {
+            api->ring_free(&ring);
+        }
+    }
+    rings.clear();
+    const size_t bytes = ring_arena.bytes();
+    ring_arena.clear();
+    for (auto & layer : layers) {
+        layer.ring.clear();
+        layer.stream.ring = nullptr;
+    }
+    n_regions = 0;
+    return bytes;
+}
+
+//
+// graph
+//
+
+ggml_tensor * expert_cache::swap(ggml_context * ctx, ggml_tensor * ids, ggml_tensor *& gate, ggml_tensor *& up, ggml_tensor *& down,
+        ggml_tensor *& gate_up, const phase_loras & loras) {
+    const auto it = by_down.find(down);
+    if (it == by_down.end() || ids->type != GGML_TYPE_I32) {
+        return ids;
+    }
+    auto & layer = *it->second;
+
+    // an adapter is looked up by the original weights
+    for (const auto & lora : loras) {
+        for (auto * weight : layer.host->weights) {
+            if (lora.first->get_weight(weight)) {
+                return ids;
+            }
+        }
+    }
+
+    const int64_t n_tokens = ids->ne[1];
+    const int64_t n_ids    = ids->ne[0]*n_tokens;
+
+    std::vector<ggml_tensor *> * arena = nullptr;
+    ggml_tensor * result = ids;
+    if (n_tokens <= config.expert_batch) {
+        if (n_slots > 0 && n_ids <= PHASE_MAX_IDS && std::min<int64_t>(n_ids, layer.host->n_expert) <= layer.fetch.n_slots) {
+            arena  = &layer.slots;
+            result = phase_build_fetch(ctx, layer.fetch, ids, layer.state, arena->data());
+        }
+    } else if (n_regions > 0) {
+        arena  = &layer.ring;
+        result = phase_build_stream(ctx, layer.stream, ids, layer.state, arena->data());
+    }
+    if (arena) {
+        size_t i = 0;
+        for (auto ** weight : { &gate_up, &gate, &up, &down }) {
+            if (*weight) {
+                *weight = (*arena)[i++];
+            }
+        }
+    }
+    return result;
+}
+
+ggml_tensor * phase_swap_experts(expert_cache * cache, ggml_context * ctx, ggml_tensor * ids, ggml_tensor *& gate, ggml_tensor *& up,
+        ggml_tensor *& down, ggml_tensor *& gate_up, const phase_loras & loras) {
+    return cache ? cache->swap(ctx, ids, gate, up, down, gate_up, loras) : ids;
+}
+
+//
+// figures
+//
+
+size_t expert_cache::bytes(ggml_backend_dev_t dev) const {
+    return slot_arena.bytes(dev) + ring_arena.bytes(dev);
+}
+
+expert_stats expert_cache::stats() const {
+    expert_stats out;
+    out.pinned_bytes = store->pinned_bytes;
+    out.slot_bytes   = slot_arena.bytes();
+    out.ring_bytes   = ring_arena.bytes();
+    out.n_slots      = n_slots;
+    out.n_regions    = n_regions;
+    out.unusable     = store->unusable;
+    out.note         = note;
+    for (const auto & layer : layers) {
+        out.layers.push_back({ layer.host->il, ggml_backend_dev_name(layer.host->dev), n_slots ? layer.fetch.n_slots : 0,
+                *layer.fetch.counters, *layer.stream.counters, layer.host->expert_bytes() });
+        if (const auto * api = phase_backend_api_of(layer.host->dev)) {
+            out.graph_replays = api->graph_replays();
+        }
+    }
+    return out;
+}

@@ -1,0 +1,107 @@
+#pragma once
+
+// The experts of one context: its slots in the decode phase, its ring in the prefill phase, and the graph nodes that use them.
+//
+// Owned by phase_context. Slots and ring change only between graphs. Not shared between contexts: a target and its MTP draft run
+// different layers, and two contexts over the same layers may run at the same time.
+
+#include "expert-arena.h"
+#include "expert-graph.h"
+#include "phase-config.h"
+#include "phase-stats.h"
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+struct llama_model;
+struct llama_adapter_lora;
+using phase_loras = std::unordered_map<llama_adapter_lora *, float>;
+
+struct expert_cache {
+    using fault_point = std::function<void(const char * step)>; // throws when the step has to fail
+
+    // The layers il_begin .. il_end-1 of the model.
+    expert_cache(const llama_model & model, int il_begin, int il_end, const phase_config & config);
+    ~expert_cache();
+
+    bool empty() const { return layers.empty(); }
+
+    // Chooses and allocates the number of slots at start. compute_bytes: compute buffers of the decode phase per device.
+    // Throws std::runtime_error when too few are asked for (naming the number needed) or too many (naming what fits).
+    void create_slots(const std::map<ggml_backend_dev_t, size_t> & compute_bytes);
+
+    // Slots again, as many as before; fewer, then none, when they do not fit (noted, never an exception). Returns bytes.
+    size_t allocate_slots(const fault_point & fault);
+    size_t free_slots();
+
+    // Reads back which experts are resident. The device has to be idle.
+    void remember();
+
+    // Fills the slots by the restore policy; copies are queued on the backends and finish before the next graph on them.
+    // Returns the bytes queued.
+    size_t refill(const std::map<ggml_backend_dev_t, ggml_backend_t> & backends);
+
+    // A ring of at most n_regions; fewer, then none, when it does not fit (noted). Returns bytes.
+    size_t allocate_ring(int32_t n_regions, const fault_point & fault);
+    size_t free_ring();
+    int32_t ring_regions() const { return n_regions; }
+    int32_t ring_regions_wanted() const;
+
+    // Called once per MoE layer while a graph is built, after the routing. When this batch is served from slots or ring, replaces
+    // the weights by the arena's and returns the ids to use with them; else returns `ids`.
+    ggml_tensor * swap(ggml_context * ctx, ggml_tensor * ids, ggml_tensor *& gate, ggml_tensor *& up, ggml_tensor *& down,
+            ggml_tensor *& gate_up, const phase_loras & loras);
+
+    expert_stats stats() const;
+
+    size_t bytes(ggml_backend_dev_t dev) const; // slots or ring, whichever there is
+
+  private:
+    struct cached_layer {
+        const expert_layer * host = nullptr;
+
+        phase_fetch_op  fetch;
+        phase_stream_op stream;
+
+        ggml_tensor *              state = nullptr;
+        std::vector<ggml_tensor *> slots;
+        std::vector<ggml_tensor *> ring;
+
+        std::vector<int32_t> resident; // remembered, least recently used first
+        std::vector<int32_t> seen;     // remembered counts of the prompt
+    };
+
+    int32_t slots_needed() const; // the fewest that are safe
+    void    build_slots(int32_t n);
+    void    write_state(cached_layer & layer, const std::vector<int32_t> & experts);
+
+    std::vector<int32_t> experts_to_restore(const cached_layer & layer) const;
+
+    const phase_config            config;
+    std::shared_ptr<expert_store> store;
+    std::vector<cached_layer>     layers;
+
+    std::unordered_map<const ggml_tensor *, cached_layer *> by_down; // the down weights name the layer
+
+    int32_t n_slots_wanted = 0;
+    int32_t n_slots        = 0; // now
+    int32_t n_regions      = 0; // now
+
+    expert_arena state_arena; // for the life of the context
+    expert_arena slot_arena;
+    expert_arena ring_arena;
+
+    std::map<ggml_backend_dev_t, phase_ring>                     rings;
+    std::map<ggml_backend_dev_t, std::vector<phase_stream_op *>> ring_order;
+
+    ggml_backend_buffer_ptr counters; // phase_op_counters [2*n_layers], host memory the devices can write
+    std::string             note;
+};
+
+// what src/llama-graph.cpp calls; `cache` may be null
+ggml_tensor * phase_swap_experts(expert_cache * cache, ggml_context * ctx, ggml_tensor * ids, ggml_tensor *& gate, ggml_tensor *& up,
+        ggml_tensor *& down, ggml_tensor *& gate_up, const phase_loras & loras);

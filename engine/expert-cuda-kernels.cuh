@@ -1,0 +1,43 @@
+#pragma once
+
+// The operators of expert-op.h on CUDA, without ggml: raw pointers and a stream in, an error code out. expert-cuda.cu calls them
+// for graph nodes, engine/tests/test-expert-cuda.cu for its own data.
+
+#include "expert-op.h"
+
+#include <cuda_runtime.h>
+
+// The routed experts of a batch in device memory; the ids of one token are contiguous.
+struct phase_cuda_ids {
+    const char * data;
+    size_t       token_bytes; // from one token to the next
+    int32_t      n_used;
+    int32_t      n_tokens;
+};
+
+// Tables of a lookup live in shared memory: the most words they may take.
+constexpr int32_t PHASE_CUDA_TABLE_WORDS = 12*1024;
+
+constexpr int32_t phase_cuda_table_words(int32_t n_expert, int32_t n_slots, int32_t n_ids) {
+    return 2*n_expert + 2*n_slots + n_ids;
+}
+
+// Queues two kernels: lookup, then copy of what is missing. No host synchronisation; may be captured. `op` is read during the call
+// only. `pdl`: both kernels may be launched before their predecessor ends (compute capability 9.0 and PTX built for it, which
+// phase_cuda_can_use_pdl tells). `blocks`: of the copy, 0 for one per multiprocessor.
+// cudaErrorInvalidValue: too many ids, too few slots, or tables beyond PHASE_CUDA_TABLE_WORDS.
+cudaError_t phase_cuda_fetch(const phase_fetch_op & op, const phase_cuda_ids & ids, int32_t * state, int32_t * slots,
+        cudaStream_t stream, bool pdl, int blocks = 0);
+
+bool phase_cuda_can_use_pdl();
+
+// Makes `stream` wait until the layer is in its region and queues the copies of the layers behind it. Not to be captured: which
+// copies are queued depends on what the ring holds now. One thread at a time for one ring.
+cudaError_t phase_cuda_stream(const phase_stream_op & op, const phase_cuda_ids & ids, int32_t * state, int32_t * dst, cudaStream_t stream);
+
+// Waits for the copies in flight. A ring that never ran is fine.
+cudaError_t phase_cuda_ring_free(phase_ring & ring);
+
+// See phase_backend_api.
+const char * phase_cuda_pin(void * ptr, size_t size);
+void         phase_cuda_unpin(void * ptr);

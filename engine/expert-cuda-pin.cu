@@ -1,0 +1,86 @@
+// Host memory that the GPUs read in place.
+
+#include "expert-cuda-kernels.cuh"
+
+#include <cstdio>
+
+#ifndef _WIN32
+#include <sys/resource.h>
+#endif
+
+static thread_local char failure[512];
+
+static const char * fail(const char * format, cudaError_t error, double figure = 0) {
+    (void) cudaGetLastError(); // it would be reported by the next unrelated call
+    std::snprintf(failure, sizeof(failure), format, cudaGetErrorString(error), figure);
+    return failure;
+}
+
+// Every device has to read registered memory at its host address, read-only pages included.
+static const char * check_devices(bool & read_only) {
+    int n_devices = 0;
+    const cudaError_t error = cudaGetDeviceCount(&n_devices);
+    if (error != cudaSuccess) {
+        return fail("no usable device: %s", error);
+    }
+    read_only = n_devices > 0;
+    for (int device = 0; device < n_devices; ++device) {
+        int same_address = 0;
+        int supported    = 0;
+        if (cudaDeviceGetAttribute(&same_address, cudaDevAttrCanUseHostPointerForRegisteredMem, device) != cudaSuccess || !same_address) {
+            (void) cudaGetLastError();
+            std::snprintf(failure, sizeof(failure), "device %d cannot read registered memory at its host address", device);
+            return failure;
+        }
+        if (cudaDeviceGetAttribute(&supported, cudaDevAttrHostRegisterReadOnlySupported, device) != cudaSuccess) {
+            (void) cudaGetLastError();
+        }
+        read_only = read_only && supported;
+    }
+    return nullptr;
+}
+
+#ifndef _WIN32
+static double memlock_limit_mib() { // negative: none
+    rlimit limit = {};
+    return getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY ? limit.rlim_cur/1048576.0 : -1;
+}
+#else
+static double memlock_limit_mib() { return -1; }
+#endif
+
+const char * phase_cuda_pin(void * ptr, size_t size) {
+    bool read_only = false;
+    if (const char * reason = check_devices(read_only)) {
+        return reason;
+    }
+
+    const unsigned flags = cudaHostRegisterPortable | cudaHostRegisterMapped;
+    cudaError_t error = cudaHostRegister(ptr, size, flags | (read_only ? cudaHostRegisterReadOnly : 0));
+    if (error == cudaErrorNotSupported && read_only) {
+        (void) cudaGetLastError();
+        error = cudaHostRegister(ptr, size, flags); // memory that may be written
+    }
+
+    const double limit_mib = memlock_limit_mib();
+    switch (error) {
+        case cudaSuccess:
+            return nullptr;
+        case cudaErrorHostMemoryAlreadyRegistered:
+            return fail("part of it is registered already (%s)", error);
+        case cudaErrorMemoryAllocation:
+            if (limit_mib >= 0 && size/1048576.0 > limit_mib) {
+                return fail("%s: the limit on locked memory is %.0f MiB, raise it (ulimit -l unlimited)", error, limit_mib);
+            }
+            return fail("%s: not enough memory that may be locked", error);
+        default:
+            return fail(read_only ? "%s: the file system or the kernel does not let the driver lock mapped pages"
+                                  : "%s: this driver cannot register read-only pages", error);
+    }
+}
+
+void phase_cuda_unpin(void * ptr) {
+    if (cudaHostUnregister(ptr) != cudaSuccess) {
+        (void) cudaGetLastError();
+    }
+}

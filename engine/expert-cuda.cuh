@@ -1,0 +1,23 @@
+#pragma once
+
+// What ggml-cuda.cu calls.
+
+#include <cstddef>
+
+struct ggml_backend_cuda_context;
+struct ggml_tensor;
+struct phase_backend_api;
+
+// GGML_OP_CUSTOM nodes: false for those that are not ours, or that this implementation cannot run.
+bool phase_cuda_supports_op(const ggml_tensor * op);
+
+// A node that may be captured in a CUDA graph; a stream node may not.
+bool phase_cuda_capturable(const ggml_tensor * op);
+
+// Runs a node that is ours; false: it is not.
+bool phase_cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
+
+// Called once per launch of a CUDA graph.
+void phase_cuda_count_replay();
+
+const phase_backend_api * phase_cuda_backend_api();

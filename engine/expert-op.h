@@ -1,0 +1,131 @@
+#pragma once
+
+// What the two graph operators, fetch and stream, hand from the graph (libllama) to the backend that runs them. Both are
+// GGML_OP_CUSTOM nodes whose userdata points to one of the structs below; the struct lives as long as its context, its
+// addresses change only between graphs (a transaction drops every graph first).
+//
+//   fetch   src[0] ids    I32 [n_used, n_tokens], rows may be strided
+//           src[1] state  I32, layout below
+//           src[2..]      arena tensors, like the experts with n_slots in place of n_expert
+//           dst           I32 [n_used, n_tokens]: slot of each id
+//
+//   stream  src[0] ids, src[1] state, src[2..] ring tensors shaped like the whole experts
+//           dst           I32 [n_used, n_tokens]: the ids
+//
+// The nodes are named phase_fetch and phase_stream and must keep those names: a backend looks at userdata only then, since that of
+// other custom nodes may point to anything.
+//
+// State of a layer, 32-bit words in the memory of the device that owns the layer, one block:
+//
+//   | seen[n_expert] | slot_of[n_expert] | expert_of[n_slots] | stamp[n_slots] | clock | n_jobs | jobs[2*PHASE_MAX_IDS] |
+//
+//   slot_of    slot of an expert, -1: not resident          stamp   clock of the last use, 0: never
+//   expert_of  expert in a slot, -1: empty                  clock   +1 per fetch; at INT32_MAX all stamps restart from 0
+//   seen       how often the last PHASE_SEEN_TOKENS tokens of a micro-batch chose the expert (stream adds, the host clears)
+//   jobs       (expert, slot) pairs that this fetch has to copy
+//
+// Policy of fetch, the same in slot-policy.cpp and in the CUDA kernel: first every id of the batch that is resident gets the new
+// stamp; then the missing ones, in the order of their first appearance (id index t*n_used + k), take the slot with the smallest
+// stamp, the lowest slot of equals. Slots used by this batch carry the newest stamp, so they are never taken as long as the
+// batch has at most n_slots distinct experts, which the graph guarantees.
+
+#include <cstddef>
+#include <cstdint>
+
+struct ggml_tensor;
+
+constexpr uint32_t PHASE_OP_MAGIC    = 0x6c6c7068; // first word of both structs
+constexpr int32_t  PHASE_MAX_IDS     = 1024;       // ids of one fetch
+constexpr int32_t  PHASE_MAX_TENSORS = 3;          // gate, up, down; or gate_up, down
+constexpr int32_t  PHASE_SEEN_TOKENS = 256;
+
+enum phase_op_kind : uint32_t {
+    PHASE_OP_FETCH  = 1,
+    PHASE_OP_STREAM = 2,
+};
+
+// Written by the operator, read by the host at any time; in memory that host and device share.
+struct phase_op_counters {
+    uint64_t looked_up; // ids
+    uint64_t missed;    // distinct experts copied
+    uint64_t evicted;   // of those, slots that held another expert
+    uint64_t runs;
+};
+
+struct phase_op_tensor {
+    const uint8_t * src;    // the experts in host memory the device can read (pinned); the CPU reads any memory
+    uint8_t       * dst;    // fetch: slot 0 in the arena; stream: the ring region of this layer
+    size_t          stride; // bytes of one expert, the same in src and dst
+    size_t          pad;    // stream: bytes behind the last expert in dst that have to be zero (matmul kernels read past the end)
+};
+
+struct phase_fetch_op {
+    uint32_t      magic = PHASE_OP_MAGIC;
+    phase_op_kind kind  = PHASE_OP_FETCH;
+
+    int32_t n_expert  = 0;
+    int32_t n_slots   = 0;
+    int32_t n_tensors = 0;
+
+    phase_op_tensor     tensors[PHASE_MAX_TENSORS] = {};
+    phase_op_counters * counters = nullptr;
+};
+
+// The ring of one device: n_regions byte regions, each as large as the largest layer. Layer number `position` (0 .. n_layers-1, in the
+// order they run) uses region position % n_regions.
+//
+//   compute   ..| L0 |    L1    |    L2    |..
+//   copy      L0 | L1 | L2   | L3 waits for L1's region when n_regions = 2
+//
+// A region is not overwritten before the layer in it finished; a layer does not start before its region arrived.
+struct phase_stream_op;
+
+struct phase_ring {
+    int32_t            n_regions = 0;
+    int32_t            n_layers  = 0;
+    phase_stream_op ** layers    = nullptr; // [n_layers]
+
+    // Owned by the backend's implementation: created by the first stream op, freed by phase_backend_api.ring_free.
+    void * backend_state = nullptr;
+
+    // The micro-batch about to run is the prompt's last: layer 0 is not copied again behind the last layer. Set by the host between
+    // graphs; false costs the copy of n_regions - 1 layers that ring_free then waits for.
+    bool last_pass = false;
+};
+
+struct phase_stream_op {
+    uint32_t      magic = PHASE_OP_MAGIC;
+    phase_op_kind kind  = PHASE_OP_STREAM;
+
+    int32_t n_expert  = 0;
+    int32_t n_tensors = 0;
+    int32_t position  = 0;
+
+    phase_ring        * ring = nullptr;
+    phase_op_tensor     tensors[PHASE_MAX_TENSORS] = {}; // n_expert*stride bytes each
+    phase_op_counters * counters = nullptr;              // missed: experts copied
+};
+
+// What a backend offers beside running the operators; found with ggml_backend_reg_get_proc_address(reg, "llama_phase_backend_api"),
+// which returns a `const phase_backend_api * (*)()`. Absent: the CPU.
+struct phase_backend_api {
+    // Registers host memory so that every device of the backend can read it in place (mapped, read only). `ptr` and `size` are page
+    // aligned. Returns null, or why not (valid until the next call).
+    const char * (*pin)(void * ptr, size_t size);
+    void         (*unpin)(void * ptr);
+
+    // Waits for the copies in flight and frees the ring's backend_state. Called before the ring's memory is freed.
+    void (*ring_free)(phase_ring * ring);
+
+    // Frees the memory pools of the backend instance (ggml_backend_t) that are not in use, and whatever was captured with their
+    // addresses. Returns the bytes given back.
+    size_t (*trim)(void * backend);
+
+    // CUDA graphs launched since the process began
+    uint64_t (*graph_replays)();
+};
+
+// words of a layer's state
+constexpr size_t phase_state_words(size_t n_expert, size_t n_slots) {
+    return 2*n_expert + 2*n_slots + 2 + 2*PHASE_MAX_IDS;
+}

@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+"""Correctness of the CUDA engine, through llama-server, on synthetic models. Needs a GPU and build/cuda.
+
+usage: gpu_engine.py [--models DIR] [--cycles N] [--quick]
+
+Compared with all weights on the GPU, stock code, at the same batch split: greedy tokens and the log-probabilities of every
+token, bit for bit. Cold and warm slots, the fewest slots, all experts as slots, every restore policy, rings of 2 and 3 and
+none. Then: CUDA graphs are replayed, and after many transactions the device has as much free memory as before, to the byte.
+
+exit codes: 0 all equal, 1 a difference, named on its line
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from synth_gguf import make_model
+
+from llama_phase.bench import prompt_tokens
+from llama_phase.server import Server
+from llama_phase.settings import Settings
+
+PREFILL_UBATCH = 1024
+COMMON = ("-ngl", "99", "-np", "1", "--no-warmup", "-t", "4")
+PHASE = {
+    "prefill_mode": "transaction",
+    "ubatch": 128,
+    "batch": PREFILL_UBATCH,
+    "prefill_ubatch": PREFILL_UBATCH,
+    "prefill_min_tokens": 256,
+}
+STOCK = {"prefill_mode": "off", "ubatch": PREFILL_UBATCH, "batch": PREFILL_UBATCH}
+PROMPTS = (5, 300, 1500, 2500)  # tokens; all but the first switch the phase
+ANSWER_TOKENS = 96
+
+
+def answers(model: Path, settings: dict, upstream: tuple[str, ...], repeats: int = 1) -> tuple[list, dict]:
+    """Tokens with log-probabilities for every prompt, `repeats` times over, and /phase at the end."""
+    loaded = Settings.load(model=model, port=0, ctx=8192, upstream=(*COMMON, *upstream), **settings)
+    with Server(loaded) as server, server.client() as client:
+        out = []
+        for _, length in itertools.product(range(repeats), PROMPTS):
+            prompt = prompt_tokens(length, length, 4000)
+            got = client.completion(prompt, ANSWER_TOKENS, cache_prompt=False, n_probs=3, ignore_eos=True)
+            out.append([(step["id"], step["logprob"]) for step in got.probabilities])
+        return out, client.phase() or {}
+
+
+def first_difference(expected: list, got: list) -> str:
+    for number, (a, b) in enumerate(zip(expected, got, strict=True)):
+        for step, (x, y) in enumerate(zip(a, b, strict=True)):
+            if x != y:
+                return f"prompt {PROMPTS[number % len(PROMPTS)]}, token {step}: {x} and {y}"
+    return ""
+
+
+def check_model(preset: str, model: Path, n_used: int, n_expert: int, quick: bool) -> list[str]:
+    failures = []
+    expected, _ = answers(model, STOCK, ())
+    variants = [("static, all slots", {**STOCK, "expert_slots": n_expert}, 2)]
+    least = {"expert_slots": 2 * n_used, "expert_batch": 2}
+    for restore, ring in (("snapshot", "auto"), ("cold", 2), ("prompt", 3), ("snapshot", 0)):
+        variants.append((f"least slots, {restore}, ring {ring}", {**PHASE, **least, "restore": restore, "ring": ring}, 2))
+    variants.append(("all slots", {**PHASE, "expert_slots": n_expert}, 2))
+    for name, settings, repeats in variants[: 3 if quick else None]:
+        got, phase = answers(model, settings, ("--cpu-moe",), repeats)
+        difference = first_difference(expected * repeats, got)
+        experts = phase.get("experts", [{}])[0]
+        slots = experts.get("slots", {})
+        counters = phase.get("counters", {})
+        print(
+            f"{preset:12} {name:36} {'DIFFERS ' + difference if difference else 'equal':40} "
+            f"looked up {slots.get('looked_up')} missed {slots.get('missed')} replays {experts.get('graph_replays')} "
+            f"entered {counters.get('entered')} left {counters.get('left')} "
+            f"enter {phase.get('last_enter_ms', 0):.1f} ms leave {phase.get('last_leave_ms', 0):.1f} ms",
+            flush=True,
+        )
+        if difference:
+            failures.append(f"{preset}, {name}: {difference}")
+        if not experts.get("graph_replays"):
+            failures.append(f"{preset}, {name}: no CUDA graph was replayed")
+        if not slots.get("looked_up"):
+            failures.append(f"{preset}, {name}: the slots were not used: {phase.get('experts')}")
+        if settings.get("prefill_mode") == "transaction" and counters.get("entered") != repeats * (len(PROMPTS) - 1):
+            failures.append(f"{preset}, {name}: counters {counters}")
+    return failures
+
+
+def check_cycles(model: Path, cycles: int) -> list[str]:
+    """Free device memory after each leave, as the device reports it: equal from the second cycle on."""
+    settings = {**PHASE, "expert_slots": 16, "expert_batch": 2}
+    loaded = Settings.load(model=model, port=0, ctx=8192, upstream=(*COMMON, "--cpu-moe"), **settings)
+    free = []
+    begin = time.monotonic()
+    with Server(loaded) as server, server.client() as client:
+        prompt = prompt_tokens(300, 1, 4000)
+        for _ in range(cycles):
+            client.completion(prompt, 4, cache_prompt=False)
+            phase = client.phase() or {}
+            free.append(sum(device.get("free_bytes", 0) for device in phase["memory"]["decode"]))
+    seconds = time.monotonic() - begin
+    print(f"{cycles} transactions in {seconds:.1f} s: free bytes after the first {free[0]}, second {free[1]}, last {free[-1]}")
+    return [] if len(set(free[2:])) == 1 else [f"free device memory changes over {cycles} transactions: {sorted(set(free[2:]))}"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--models", type=Path, default=Path("/dev/shm/llama-phase"))
+    parser.add_argument("--cycles", type=int, default=200)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    options.models.mkdir(parents=True, exist_ok=True)
+    failures = []
+    for preset in ("tiny", "tiny-moe", "tiny-35"):
+        model = make_model(preset, options.models / f"{preset}.gguf")
+        failures += check_model(preset, model, 4, 32, options.quick)
+    failures += check_cycles(options.models / "tiny-moe.gguf", options.cycles)
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
