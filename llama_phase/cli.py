@@ -1,0 +1,197 @@
+"""The command line: parsing and printing only. Heavy modules are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llama_phase import __version__
+from llama_phase.errors import LlamaPhaseError, UsageError
+
+app = typer.Typer(
+    name="llama-phase",
+    help="Serve MoE GGUF models larger than the VRAM: build, start and watch a phase-switching llama-server.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+BACKENDS = ("cpu", "cuda")
+# typer brings click along, under a module name that depends on its version
+ParseError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        for line in version_lines():
+            print(line)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show versions and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def build(
+    backend: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where nvcc is found.")] = "auto",
+    stock: Annotated[bool, typer.Option("--stock", help="Without our patches, for comparison.")] = False,
+) -> None:
+    """Fetch, patch and compile the engine."""
+    from llama_phase.build import build as build_engine
+    from llama_phase.build import default_backends
+
+    backends, remark = ([backend], "") if backend != "auto" else default_backends(os.environ)
+    if remark:
+        print(remark, file=sys.stderr)
+    for name in backends:
+        build_engine(backend=name, stock=stock)
+
+
+@app.command()
+def serve(
+    model: Annotated[Path | None, typer.Argument(help="GGUF file; of a split model the first shard.")] = None,
+    upstream: Annotated[list[str] | None, typer.Argument(help="After `--`: flags for llama-server.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on [default: 127.0.0.1].")] = None,
+    port: Annotated[int | None, typer.Option(help="Port, 0 for any free one [default: 8080].")] = None,
+    ctx: Annotated[int | None, typer.Option(help="Context in tokens [default: the model's].")] = None,
+    ubatch: Annotated[int | None, typer.Option(help="Micro-batch of the decode phase [default: 512].")] = None,
+    batch: Annotated[int | None, typer.Option(help="Logical batch [default: fits the prefill].")] = None,
+    prefill_mode: Annotated[str | None, typer.Option(help="off, transaction, bypass [default: transaction].")] = None,
+    prefill_ubatch: Annotated[int | None, typer.Option(help="Micro-batch of the prefill [default: 2048].")] = None,
+    prefill_min_tokens: Annotated[str | None, typer.Option(help="New tokens worth a switch [default: auto].")] = None,
+    slots: Annotated[str | None, typer.Option(help="Experts per layer on the GPU, or auto [default: 0].")] = None,
+    backend: Annotated[str | None, typer.Option(help="cpu, cuda, auto [default: auto].")] = None,
+    log: Annotated[str | None, typer.Option(help="quiet, info, debug [default: info].")] = None,
+    grace: Annotated[int | None, typer.Option(help="Seconds a server may take to stop [default: 10].")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File with the API key (or LLAMA_PHASE_API_KEY).")] = None,
+) -> None:
+    """Serve a model until Ctrl-C.
+
+    Flags of llama-server go after `--`:  llama-phase serve model.gguf -- -ngl 99 --n-cpu-moe 40
+    """
+    from llama_phase.settings import Settings, read_api_key
+
+    if model is not None and str(model).startswith("-"):  # `serve -- -ngl 99`, the model comes from the environment
+        model, upstream = None, [str(model), *(upstream or [])]
+    if upstream and not upstream[0].startswith("-"):
+        raise UsageError(f"one model is served, and {upstream[0]!r} is one too many", fix="see `serve --help`")
+    settings = Settings.load(
+        model=model,
+        upstream=upstream or (),
+        host=host,
+        port=port,
+        ctx=ctx,
+        ubatch=ubatch,
+        batch=batch,
+        prefill_mode=prefill_mode,
+        prefill_ubatch=prefill_ubatch,
+        prefill_min_tokens=prefill_min_tokens,
+        expert_slots=slots,
+        backend=backend,
+        log=log,
+        grace_s=grace,
+        api_key=read_api_key(api_key_file) if api_key_file else None,
+    )
+    from rich.console import Console
+
+    from llama_phase.foreground import serve as serve_in_foreground
+
+    raise typer.Exit(serve_in_foreground(settings, Console(stderr=True)))
+
+
+@app.command()
+def demo() -> None:
+    """See it work: stock against phase, on a synthetic model and a real one."""
+    from llama_phase.demo import run
+
+    run()
+
+
+@app.command()
+def env(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
+    """Show every LLAMA_PHASE_* variable, its value for `serve`, and where that comes from."""
+    from llama_phase.env import describe, scan
+
+    rows = describe()
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        _print_table(rows)
+    scan()
+
+
+@app.command()
+def version() -> None:
+    """Show the package's version and the ids of the built engines."""
+    for line in version_lines():
+        print(line)
+
+
+def version_lines() -> list[str]:
+    """`llama-phase 0.1.0`, then a line per built engine."""
+    lines = [f"llama-phase {__version__}"]
+    for backend in BACKENDS:
+        engine = engine_id(backend)
+        if engine:
+            lines.append(f"engine ({backend}): {engine}")
+    return lines if len(lines) > 1 else [*lines, "engine: none built, run `llama-phase build`"]
+
+
+def engine_id(backend: str) -> str | None:
+    """Id of the built engine of a backend, None when there is none."""
+    from llama_phase.engine_id import engine_folder, read
+
+    info = read(engine_folder(Path(__file__).resolve().parent.parent, backend, stock=False))
+    return None if info is None else info.id
+
+
+def _print_table(rows: list[dict[str, object]]) -> None:
+    import shutil
+    import textwrap
+
+    width = min(shutil.get_terminal_size().columns, 120)
+    for row in rows:
+        about = f"{row['source']}; default {row['default'] or 'none'}; {row['accepted']}"
+        print(f"{row['name']} = {row['value']}  ({about})")
+        print(textwrap.fill(str(row["meaning"]), width, initial_indent="    ", subsequent_indent="    "))
+
+
+def _fail(message: str, fix: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    if fix:
+        print(f"fix: {fix}", file=sys.stderr)
+    return code
+
+
+def main() -> int:
+    """Run the command line; the exit codes are in docs/exit-codes.md."""
+    try:
+        return int(app(standalone_mode=False) or 0)
+    except LlamaPhaseError as error:
+        return _fail(str(error), error.fix, error.exit_code)
+    except ParseError as error:
+        kind, text = type(error).__name__, error.format_message()  # type: ignore[attr-defined]
+        if kind == "NoArgsIsHelpError":
+            print(text)
+            return 2
+        fix = "flags of llama-server go after `--`; ours: --help" if kind == "NoSuchOption" else "see --help"
+        return _fail(text, fix, 2)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

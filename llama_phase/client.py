@@ -1,0 +1,234 @@
+"""A small synchronous client for a running llama-server, with our routes. All failures are typed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from llama_phase.errors import LlamaPhaseError
+
+
+class RequestFailed(LlamaPhaseError):
+    """The server could not be reached, or answered a request with an error. `status` is 0 without an answer."""
+
+    exit_code = 11
+
+    def __init__(self, message: str, *, status: int = 0, fix: str = ""):
+        super().__init__(message, fix=fix)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer of /completion. `timings` as the server measured them (milliseconds, tokens per second)."""
+
+    text: str
+    tokens: list[int]
+    stop_type: str
+    timings: dict[str, float]
+    probabilities: list[dict[str, Any]] = field(default_factory=list)
+    raw: dict[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a streamed answer. `timings` is empty in all but the last, which has `last` set."""
+
+    text: str
+    tokens: list[int]
+    last: bool
+    timings: dict[str, float]
+    raw: dict[str, Any] = field(default_factory=dict, repr=False)
+
+
+class Client:
+    """Talks to the server at `base_url`. Answers are waited for without limit unless a timeout in seconds is given:
+    a healthy long prompt must not be cut off."""
+
+    def __init__(self, base_url: str, *, api_key: str | None = None, transport: httpx.BaseTransport | None = None):
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # certificates of a loopback server are its owner's own; plain http needs no certificate store loaded
+        self._http = httpx.Client(
+            base_url=base_url, headers=headers, verify=False, trust_env=False, timeout=None, transport=transport
+        )
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def healthy(self, *, timeout_s: float = 2.0) -> bool:
+        """Whether /health says the model is loaded. Never raises for a server that is not there."""
+        try:
+            return self._http.get("/health", timeout=timeout_s).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def completion(
+        self,
+        prompt: str | Sequence[int],
+        n_predict: int = 128,
+        *,
+        greedy: bool = True,
+        cache_prompt: bool = True,
+        n_probs: int = 0,
+        id_slot: int = -1,
+        timeout_s: float | None = None,
+        **extra: Any,
+    ) -> Completion:
+        """POST /completion. `prompt` is text or token ids; `extra` goes into the request as it is."""
+        body = _body(prompt, n_predict, greedy, cache_prompt, n_probs, id_slot, extra)
+        answer = self._json("POST", "/completion", body, timeout_s)
+        return Completion(
+            text=answer.get("content", ""),
+            tokens=answer.get("tokens", []),
+            stop_type=answer.get("stop_type", ""),
+            timings=answer.get("timings", {}),
+            probabilities=answer.get("completion_probabilities", []),
+            raw=answer,
+        )
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        n_predict: int = 128,
+        *,
+        greedy: bool = True,
+        cache_prompt: bool = True,
+        n_probs: int = 0,
+        id_slot: int = -1,
+        timeout_s: float | None = None,
+        **extra: Any,
+    ) -> Iterator[Chunk]:
+        """Like ``completion``, in pieces. Closing the iterator early cancels the request on the server."""
+        body = _body(prompt, n_predict, greedy, cache_prompt, n_probs, id_slot, extra) | {"stream": True}
+        try:
+            with self._http.stream("POST", "/completion", json=body, timeout=timeout_s) as response:
+                if response.is_error:
+                    response.read()
+                    raise _failure("/completion", response)
+                for line in response.iter_lines():
+                    name, _, data = line.partition(":")
+                    if name == "error":
+                        raise RequestFailed(f"/completion: {_error_text(_parse(data))}", status=500)
+                    if name != "data" or data.strip() == "[DONE]":
+                        continue
+                    piece = _parse(data)
+                    if "error" in piece:
+                        raise RequestFailed(f"/completion: {_error_text(piece)}", status=500)
+                    yield Chunk(
+                        text=piece.get("content", ""),
+                        tokens=piece.get("tokens", []),
+                        last=bool(piece.get("stop")),
+                        timings=piece.get("timings", {}),
+                        raw=piece,
+                    )
+        except httpx.HTTPError as error:
+            raise self._unreachable("/completion", error) from None
+
+    def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Token ids of a text; `add_special` as /completion does it."""
+        return self._json("POST", "/tokenize", {"content": text, "add_special": add_special})["tokens"]
+
+    def props(self, *, timeout_s: float | None = 10.0) -> dict[str, Any]:
+        """GET /props; `build_info` holds the engine id."""
+        return self._json("GET", "/props", timeout_s=timeout_s)
+
+    def phase(self, *, timeout_s: float | None = 10.0) -> dict[str, Any] | None:
+        """GET /phase; None from an engine without it (stock llama.cpp)."""
+        try:
+            return self._json("GET", "/phase", timeout_s=timeout_s)
+        except RequestFailed as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def metrics(self, *, timeout_s: float | None = 10.0) -> dict[str, float]:
+        """GET /metrics by name, labels included in the name: `llamacpp:prompt_tokens_total`, `x_bucket{le="5"}`."""
+        return parse_metrics(self._request("GET", "/metrics", None, timeout_s).text)
+
+    def _json(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        return _parse(self._request(method, path, body, timeout_s).text)
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> httpx.Response:
+        try:
+            response = self._http.request(method, path, json=body, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            raise self._unreachable(path, error) from None
+        if response.is_error:
+            raise _failure(path, response)
+        return response
+
+    def _unreachable(self, path: str, error: Exception) -> RequestFailed:
+        return RequestFailed(
+            f"no answer from {self._http.base_url}{path.lstrip('/')}: {error or type(error).__name__}",
+            fix="is the server running? `llama-phase serve` shows its state",
+        )
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Prometheus text to {name with labels: value}; comments and unreadable lines are left out."""
+    values = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        if not name or line.startswith("#"):
+            continue
+        try:
+            values[name.strip()] = float(value)
+        except ValueError:
+            continue
+    return values
+
+
+def _body(
+    prompt: str | Sequence[int],
+    n_predict: int,
+    greedy: bool,
+    cache_prompt: bool,
+    n_probs: int,
+    id_slot: int,
+    extra: dict[str, Any],
+) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "prompt": prompt if isinstance(prompt, str) else list(prompt),
+        "n_predict": n_predict,
+        "cache_prompt": cache_prompt,
+        "n_probs": n_probs,
+        "id_slot": id_slot,
+        "return_tokens": True,
+    }
+    if greedy:
+        body["temperature"] = 0.0
+    return body | extra
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise RequestFailed(f"the server answered with something that is not JSON: {text[:80]!r}") from None
+    return value if isinstance(value, dict) else {"value": value}
+
+
+def _error_text(answer: dict[str, Any]) -> str:
+    error = answer.get("error", answer)
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+
+
+def _failure(path: str, response: httpx.Response) -> RequestFailed:
+    try:
+        text = _error_text(_parse(response.text))
+    except RequestFailed:
+        text = response.text[:200]
+    fix = "pass the server's API key" if response.status_code == 401 else ""
+    return RequestFailed(f"{path}: HTTP {response.status_code}: {text}", status=response.status_code, fix=fix)

@@ -1,0 +1,204 @@
+"""Every option of `llama-phase serve`: one frozen object, each value of which knows where it came from.
+
+Precedence: flags (ours, or upstream's after ``--``) > LLAMA_PHASE_* > the LLAMA_ARG_* variable of the same meaning >
+default. A flag given twice with different values is refused, never resolved by order.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PrivateAttr, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from llama_phase.env import PREFIX, scan
+from llama_phase.errors import UsageError
+from llama_phase.upstream_flags import API_KEY_FILE, API_PREFIX, SSL_CERT, flag_value, split_upstream
+
+# Variables of llama-server that mean the same as a setting of ours. They are read here and kept from the child, to
+# which the setting goes as a flag.
+UPSTREAM_ENVIRONMENT = {
+    "model": "LLAMA_ARG_MODEL",
+    "host": "LLAMA_ARG_HOST",
+    "port": "LLAMA_ARG_PORT",
+    "ctx": "LLAMA_ARG_CTX_SIZE",
+    "batch": "LLAMA_ARG_BATCH",
+    "ubatch": "LLAMA_ARG_UBATCH",
+    "api_key": "LLAMA_API_KEY",
+}
+UPSTREAM_BATCH = 2048  # llama-server's own default of -b, in tokens
+
+
+class Settings(BaseSettings):
+    """Options of one server. Build it with ``Settings.load``; invalid values raise UsageError there."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid", hide_input_in_errors=True
+    )
+
+    model: Path
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    ctx: Annotated[int, Field(ge=0)] | None = None
+    ubatch: Annotated[int, Field(ge=1)] = 512
+    batch: Annotated[int, Field(ge=1)] | None = None
+    prefill_mode: Literal["off", "transaction", "bypass"] = "transaction"
+    prefill_ubatch: Annotated[int, Field(ge=1, le=65536)] = 2048
+    prefill_min_tokens: Literal["auto"] | Annotated[int, Field(ge=1, le=2**30)] = "auto"
+    expert_slots: Literal["auto"] | Annotated[int, Field(ge=0, le=65536)] = 0
+    expert_batch: Annotated[int, Field(ge=1, le=64)] = 8
+    ring: Literal["auto"] | Annotated[int, Field(ge=0, le=64)] = "auto"
+    restore: Literal["snapshot", "cold", "prompt"] = "snapshot"
+    budget_mib: str = ""
+    fault: str = ""
+    log: Literal["quiet", "info", "debug"] = "info"
+    api_key: SecretStr | None = None
+    grace_s: Annotated[int, Field(ge=0, le=3600)] = 10
+    stall_s: Annotated[int, Field(ge=1, le=86400)] = 300
+    state_dir: Path | None = None
+    backend: Literal["auto", "cpu", "cuda"] = "auto"
+    server_binary: Path | None = None
+    upstream: tuple[str, ...] = ()
+
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def load(cls, *, upstream: tuple[str, ...] | list[str] = (), **flags: Any) -> Settings:
+        """Merge flags (None: not given), upstream's flags, environment and defaults.
+
+        Raises UsageError for an unknown keyword or variable (with the nearest name), an invalid value, a value given
+        twice, and a logical batch smaller than the prefill micro-batch.
+        """
+        scan()
+        given = {name: value for name, value in flags.items() if value is not None}
+        for name in given:
+            if name not in cls.model_fields:
+                near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=0.0)[0]
+                raise UsageError(f"there is no setting `{name}`", fix=f"the nearest is `{near}`")
+        sources = dict.fromkeys(given, "flag")
+        theirs, rest = split_upstream(tuple(upstream))
+        for name, (flag, text) in theirs.items():
+            if name in given and str(given[name]) != text:
+                raise UsageError(
+                    f"{name} is given twice: {given[name]} to llama-phase and `{flag} {text}` after `--`",
+                    fix="keep one of them",
+                )
+            given[name] = text
+            sources[name] = f"upstream flag {flag}"
+        for name in cls.model_fields:
+            if name in given:
+                continue
+            other = UPSTREAM_ENVIRONMENT.get(name, "")
+            if os.environ.get(PREFIX + name.upper()):
+                sources[name] = f"environment {PREFIX}{name.upper()}"
+            elif os.environ.get(other):
+                given[name] = os.environ[other]
+                sources[name] = f"environment {other}"
+        try:
+            settings = cls(upstream=rest, **given)
+        except ValidationError as error:
+            raise _usage_error(error, sources) from None
+        settings._sources.update(sources)
+        settings._check_batches()
+        settings._check_hosts()
+        return settings
+
+    def source(self, name: str) -> str:
+        """Where the value of a setting came from: flag, upstream flag -b, environment NAME, or default."""
+        return self._sources.get(name, "default")
+
+    def _check_batches(self) -> None:
+        if self.prefill_mode == "off" or self.batch is None or self.batch >= self.prefill_ubatch:
+            return
+        raise UsageError(
+            f"batch {self.batch} ({self.source('batch')}) is smaller than prefill_ubatch {self.prefill_ubatch} "
+            f"({self.source('prefill_ubatch')})",
+            fix=f"drop the batch (-b) or make it at least {self.prefill_ubatch}, or lower LLAMA_PHASE_PREFILL_UBATCH",
+        )
+
+    def _check_hosts(self) -> None:
+        if not self.tcp_hosts:
+            raise UsageError(
+                f"host {self.host!r} names no TCP address, which the supervisor needs to watch its server",
+                fix="add one, for example --host 127.0.0.1",
+            )
+
+    @property
+    def tcp_hosts(self) -> list[str]:
+        """The addresses to listen on, without UNIX sockets."""
+        hosts = [host.strip() for host in self.host.split(",")]
+        return [host for host in hosts if host and not host.endswith(".sock")]
+
+    @property
+    def effective_batch(self) -> int | None:
+        """Logical batch in tokens that the server gets; None leaves it to llama-server."""
+        if self.batch is not None or self.prefill_mode == "off":
+            return self.batch
+        return max(UPSTREAM_BATCH, self.prefill_ubatch)
+
+    @property
+    def base_url(self) -> str:
+        """URL of the server as seen from this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.tcp_hosts[0], self.tcp_hosts[0])
+        host = f"[{host}]" if ":" in host else host
+        scheme = "https" if flag_value(self.upstream, SSL_CERT) else "http"
+        return f"{scheme}://{host}:{self.port}{flag_value(self.upstream, API_PREFIX) or ''}"
+
+    @property
+    def probe_key(self) -> str | None:
+        """The API key for our own requests: the first of those the server accepts. Never print it."""
+        if self.api_key is not None:
+            return self.api_key.get_secret_value().split(",")[0]
+        path = flag_value(self.upstream, API_KEY_FILE)
+        return read_api_key(Path(path)) if path else None
+
+    @property
+    def state_path(self) -> Path:
+        """Folder for logs and the record of running servers."""
+        if self.state_dir is not None:
+            return self.state_dir.expanduser()
+        from platformdirs import user_state_path
+
+        return user_state_path("llama-phase", appauthor=False)
+
+
+def read_api_key(path: Path) -> str:
+    """The first key of a key file (one per line, # comments). Raises UsageError when there is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise UsageError(f"cannot read the API key file {path}: {reason}", fix="give a file you may read") from None
+    for line in lines:
+        if line and not line.startswith("#"):
+            return line
+    raise UsageError(f"the API key file {path} holds no key", fix="write one key per line into it")
+
+
+def argv(settings: Settings) -> list[str]:
+    """The flags of llama-server for these settings, without the program. Holds no API key."""
+    flags = ["-m", str(settings.model), "--host", settings.host, "--port", str(settings.port)]
+    flags += ["-ub", str(settings.ubatch)]
+    if settings.effective_batch is not None:
+        flags += ["-b", str(settings.effective_batch)]
+    if settings.ctx is not None:
+        flags += ["-c", str(settings.ctx)]
+    if "--metrics" not in settings.upstream:
+        flags.append("--metrics")
+    if settings.expert_slots != 0 and not {"--no-repack", "-nr"} & set(settings.upstream):
+        flags.append("--no-repack")  # slots are copied from the file's own layout
+    return flags + list(settings.upstream)
+
+
+def _usage_error(error: ValidationError, sources: dict[str, str]) -> UsageError:
+    """The first problem of a validation as one sentence, without the value (it may be a secret)."""
+    first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+    name = str(first["loc"][0]) if first["loc"] else "a setting"
+    if first["type"] == "missing":
+        return UsageError(f"{name} is not given", fix=f"name it on the command line, or set {PREFIX}{name.upper()}")
+    where = sources.get(name, "default")
+    wanted = first["msg"][:1].lower() + first["msg"][1:]
+    return UsageError(f"{name} ({where}) is wrong: {wanted}", fix="`llama-phase env` says what is accepted")

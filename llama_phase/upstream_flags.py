@@ -1,0 +1,73 @@
+"""The flags of llama-server that llama-phase has to understand when they come after ``--``; all others pass through."""
+
+from __future__ import annotations
+
+from llama_phase.errors import UsageError
+
+UNDERSTOOD = {
+    "model": ("-m", "--model"),
+    "host": ("--host",),
+    "port": ("--port",),
+    "ctx": ("-c", "--ctx-size"),
+    "batch": ("-b", "--batch-size"),
+    "ubatch": ("-ub", "--ubatch-size"),
+}
+API_KEY_FILE = ("--api-key-file",)
+API_PREFIX = ("--api-prefix",)
+SSL_CERT = ("--ssl-cert-file",)
+DRAFT_MODEL = ("-md", "--model-draft", "--spec-draft-model")
+_KEY_SHOWN = ("it would show in the process list", "set LLAMA_PHASE_API_KEY, or pass --api-key-file FILE after `--`")
+_FETCHED = ("the model is the file given to `serve`", "download it and give its path")
+_ROUTER = ("one server serves one model here", "start one `llama-phase serve` per model")
+REFUSED = {
+    "--api-key": _KEY_SHOWN,
+    **dict.fromkeys(("-hf", "-hfr", "--hf-repo", "-mu", "--model-url", "-dr", "--docker-repo"), _FETCHED),
+    **dict.fromkeys(("--models-dir", "--models-preset"), _ROUTER),
+}
+_FIELD_OF = {flag: field for field, flags in UNDERSTOOD.items() for flag in flags}
+
+
+def normalise(flag: str) -> str:
+    """llama-server reads `--ubatch_size` as `--ubatch-size`; so do we."""
+    return flag.replace("_", "-") if flag.startswith("--") else flag
+
+
+def split_upstream(args: tuple[str, ...]) -> tuple[dict[str, tuple[str, str]], tuple[str, ...]]:
+    """Take out the flags that are settings of ours: ({setting: (flag, value)}, the rest in order).
+
+    Raises UsageError for such a flag without a value, given twice with different values, written `--flag=value`
+    (which llama-server does not read), and for flags that cannot work under a supervisor.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    rest: list[str] = []
+    words = iter(args)
+    for word in words:
+        flag = normalise(word)
+        name, equals, value = flag.partition("=")
+        if name in REFUSED:
+            reason, fix = REFUSED[name]
+            raise UsageError(f"`{name}` cannot be passed on: {reason}", fix=fix)
+        if equals and name in _FIELD_OF:
+            raise UsageError(f"llama-server does not read `{name}=...`", fix=f"write `{name} {value}`")
+        field = _FIELD_OF.get(flag)
+        if field is None:
+            rest.append(word)
+            continue
+        value = next(words, None)
+        if value is None:
+            raise UsageError(f"`{flag}` after `--` has no value", fix=f"write `{flag} VALUE`")
+        if field in found and found[field][1] != value:
+            raise UsageError(
+                f"{field} is given twice after `--`: `{found[field][0]} {found[field][1]}` and `{flag} {value}`",
+                fix="keep one of them",
+            )
+        found[field] = (flag, value)
+    return found, tuple(rest)
+
+
+def flag_value(args: tuple[str, ...], names: tuple[str, ...]) -> str | None:
+    """Value of the last occurrence of a flag, None when it is not there."""
+    for index in range(len(args) - 2, -1, -1):
+        if normalise(args[index]) in names:
+            return args[index + 1]
+    return None
