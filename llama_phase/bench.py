@@ -1,0 +1,280 @@
+"""Side-by-side measurement of server configurations: one model, the same prompts, one run.
+
+    python -m llama_phase.bench MODEL [--suite cpu|gpu] [--runs N] [--rounds N] [--only NAME,...] [--json FILE]
+
+Each round starts the configurations one after the other (so that a drift of the machine hits all of them), and each asks for
+the same texts: short prompts with long answers (decode), and long prompts with short answers (prefill, time to first
+token). One warm-up of either kind is not counted. Figures are medians; times are those the server measures.
+Configurations that are not ours are what a user would run otherwise, on the same build without LLAMA_PHASE_*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from llama_phase.client import Client
+from llama_phase.server import Server
+from llama_phase.settings import Settings
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How one server of the comparison is started. `settings` as for Settings.load, `upstream` flags of llama-server."""
+
+    name: str
+    settings: dict[str, Any]
+    upstream: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompt lengths and answer lengths in tokens; every run of a kind uses another text."""
+
+    short_tokens: int = 200
+    answer_tokens: int = 300
+    long_tokens: int = 8192
+    long_answer_tokens: int = 64
+    runs: int = 5
+
+
+@dataclass
+class Sample:
+    """One request: `kind` is decode or prefill; milliseconds and tokens per second as the server reports them."""
+
+    kind: str
+    text: int
+    prompt_ms: float
+    prompt_per_second: float
+    predicted_per_second: float
+    hit_rate: float | None = None
+    copied_bytes: int = 0
+    streamed_bytes: int = 0
+    enter_ms: float | None = None
+    leave_ms: float | None = None
+    tokens: list[int] = field(default_factory=list, repr=False)
+
+
+def prompt_tokens(n: int, text: int, vocabulary: int) -> list[int]:
+    """A reproducible prompt of `n` token ids below `vocabulary`; text number `text`."""
+    source = random.Random(f"{n} {text}")
+    return [source.randrange(100, vocabulary) for _ in range(n)]
+
+
+def _experts(phase: dict[str, Any]) -> tuple[int, int, int, int]:
+    """looked up, missed, bytes copied into slots, bytes streamed; summed over the contexts"""
+    totals = [0, 0, 0, 0]
+    for experts in phase.get("experts", []):
+        slots, ring = experts["slots"], experts["ring"]
+        for i, value in enumerate((slots["looked_up"], slots["missed"], slots["copied_bytes"], ring["copied_bytes"])):
+            totals[i] += value
+    return totals[0], totals[1], totals[2], totals[3]
+
+
+def _ask(client: Client, kind: str, text: int, prompt: list[int], n_predict: int) -> Sample:
+    before = client.phase() or {}
+    answer = client.completion(prompt, n_predict, cache_prompt=False, return_tokens=True, ignore_eos=True)
+    after = client.phase() or {}
+    looked, missed, copied, streamed = (b - a for a, b in zip(_experts(before), _experts(after), strict=True))
+    sample = Sample(
+        kind,
+        text,
+        answer.timings["prompt_ms"],
+        answer.timings["prompt_per_second"],
+        answer.timings["predicted_per_second"],
+        hit_rate=1 - missed / looked if looked else None,
+        copied_bytes=copied,
+        streamed_bytes=streamed,
+        tokens=answer.tokens,
+    )
+    if after.get("counters", {}).get("entered", 0) > before.get("counters", {}).get("entered", 0):
+        sample.enter_ms = after.get("last_enter_ms")
+        sample.leave_ms = after.get("last_leave_ms")
+    return sample
+
+
+def measure(configuration: Configuration, model: Path, workload: Workload, vocabulary: int) -> dict[str, Any]:
+    """Start the server, run the workload once, stop it. Raises what Server raises."""
+    settings = Settings.load(model=model, port=0, upstream=configuration.upstream, **configuration.settings)
+    with Server(settings) as server, server.client() as client:
+        samples = []
+        for text in range(workload.runs + 1):
+            prompt = prompt_tokens(workload.short_tokens, text, vocabulary)
+            samples.append(_ask(client, "decode", text, prompt, workload.answer_tokens))
+        for text in range(workload.runs + 1 if workload.long_tokens else 0):
+            prompt = prompt_tokens(workload.long_tokens, text, vocabulary)
+            samples.append(_ask(client, "prefill", text, prompt, workload.long_answer_tokens))
+        result = {
+            "memory_mib": device_memory_mib(server.pid),
+            "phase": client.phase(),
+            "build_info": client.props().get("build_info"),
+        }
+    return {"samples": [asdict(sample) for sample in samples if sample.text > 0], **result}  # text 0 warms up
+
+
+def device_memory_mib(pid: int | None) -> float | None:
+    """Device memory of a process in MiB, None where it cannot be told."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+    used = [float(line.split(",")[1]) for line in lines if line.split(",")[0].strip() == str(pid)]
+    if used:
+        return sum(used)
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+    return sum(float(line) for line in lines if line.strip().isdigit()) or None
+
+
+GPU = ("-ngl", "99")
+HOST_EXPERTS = (*GPU, "--cpu-moe")
+PINNED = (*HOST_EXPERTS, "--load-mode", "none")
+
+
+def gpu_suite(threads: int) -> list[Configuration]:
+    """All on the GPU, stock with host experts three ways, the honest rival, and ours with 64, 128, 256 slots."""
+    more = ("-np", "1", "-t", str(threads), "--no-warmup")
+    stock = {"prefill_mode": "off", "ctx": 16384}
+    phase = {"prefill_mode": "transaction", "ctx": 16384}
+    return [
+        Configuration("all on GPU, -ub 2048", {**stock, "ubatch": 2048}, (*GPU, *more)),
+        Configuration("stock, mapped file", {**stock, "ubatch": 512}, (*HOST_EXPERTS, *more)),
+        Configuration("stock, pinned, -ub 512", {**stock, "ubatch": 512}, (*PINNED, *more)),
+        Configuration("stock, pinned, -ub 2048", {**stock, "ubatch": 2048}, (*PINNED, *more)),
+        *(
+            Configuration(f"phase, {n} slots", {**phase, "ubatch": 512, "expert_slots": n}, (*HOST_EXPERTS, *more))
+            for n in (64, 128, 256)
+        ),
+        Configuration(
+            "static -ub 2048, 64 slots", {**stock, "ubatch": 2048, "expert_slots": 64}, (*HOST_EXPERTS, *more)
+        ),
+    ]
+
+
+def cpu_suite(threads: int) -> list[Configuration]:
+    """Stock at both micro-batches against the switch, on a machine without GPU."""
+    more = ("-np", "1", "-t", str(threads), "--no-warmup", "--no-repack")
+    stock = {"prefill_mode": "off", "ctx": 4096}
+    phase = {"prefill_mode": "transaction", "ctx": 4096, "prefill_ubatch": 2048, "ubatch": 512}
+    return [
+        Configuration("stock, -ub 512", {**stock, "ubatch": 512}, more),
+        Configuration("stock, -ub 2048", {**stock, "ubatch": 2048}, more),
+        Configuration("phase", phase, more),
+        Configuration("bypass", {**phase, "prefill_mode": "bypass"}, more),
+    ]
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """Median of what is there, None of nothing."""
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None
+
+
+def table(results: dict[str, list[dict[str, Any]]]) -> Table:
+    """Medians over all rounds, one row a configuration; `same text` compares greedy answers with the first one."""
+    shown = Table(title="medians")
+    for column in ("configuration", "decode tok/s", "hits %", "prefill tok/s", "TTFT ms", "swap ms", "MiB", "same text"):
+        shown.add_column(column, justify="left" if column == "configuration" else "right")
+    reference = _texts(next(iter(results.values())))
+    for name, rounds in results.items():
+        samples = [sample for one in rounds for sample in one["samples"]]
+        decode = [sample for sample in samples if sample["kind"] == "decode"]
+        prefill = [sample for sample in samples if sample["kind"] == "prefill"]
+        swaps = [(s["enter_ms"] or 0) + (s["leave_ms"] or 0) for s in prefill if s["enter_ms"]]
+        hits = median(s["hit_rate"] for s in decode)
+        texts = _texts(rounds)
+        same = sum(texts[key] == reference.get(key) for key in texts)
+        shown.add_row(
+            name,
+            _number(median(s["predicted_per_second"] for s in decode)),
+            _number(hits * 100 if hits is not None else None),
+            _number(median(s["prompt_per_second"] for s in prefill), 0),
+            _number(median(s["prompt_ms"] for s in prefill), 0),
+            _number(median(swaps), 0),
+            _number(median(one["memory_mib"] for one in rounds), 0),
+            f"{same}/{len(texts)}",
+        )
+    return shown
+
+
+def _texts(rounds: Sequence[dict[str, Any]]) -> dict[tuple[str, int], list[int]]:
+    return {(s["kind"], s["text"]): s["tokens"] for one in rounds for s in one["samples"]}
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def hardware() -> dict[str, Any]:
+    """What the figures were measured on."""
+    gpus = ""
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return {"machine": platform.machine(), "processor": _processor(), "gpus": gpus.splitlines()}
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m llama_phase.bench", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--suite", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--runs", type=int, default=5, help="counted texts of each kind per round")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--long-tokens", type=int, default=8192, help="0: no long prompts")
+    parser.add_argument("--answer-tokens", type=int, default=300)
+    parser.add_argument("--vocabulary", type=int, default=4000)
+    parser.add_argument("--threads", type=int, default=16)
+    parser.add_argument("--only", default="", help="parts of names of configurations, comma-separated")
+    parser.add_argument("--json", type=Path, help="where all figures go")
+    options = parser.parse_args(arguments)
+
+    suite = (gpu_suite if options.suite == "gpu" else cpu_suite)(options.threads)
+    wanted = [part.strip() for part in options.only.split(",") if part.strip()]
+    suite = [one for one in suite if not wanted or any(part in one.name for part in wanted)]
+    workload = Workload(runs=options.runs, long_tokens=options.long_tokens, answer_tokens=options.answer_tokens)
+    console = Console(width=140 if not sys.stdout.isatty() else None)
+
+    results: dict[str, list[dict[str, Any]]] = {one.name: [] for one in suite}
+    for number in range(options.rounds):
+        for one in suite:
+            console.print(f"round {number + 1}: {one.name}")
+            results[one.name].append(measure(one, options.model, workload, options.vocabulary))
+    results = {name: rounds for name, rounds in results.items() if rounds}
+    console.print(table(results))
+    if options.json:
+        record = {
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "hardware": hardware(),
+            "model": options.model.name,
+            "workload": asdict(workload),
+            "configurations": [asdict(one) for one in suite],
+            "results": results,
+        }
+        options.json.write_text(json.dumps(record, indent=1))
+        console.print(f"all figures: {options.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
