@@ -306,6 +306,12 @@ size_t expert_cache::allocate_ring(int32_t n, const fault_point & fault) {
     return 0;
 }
 
+void expert_cache::set_last_pass(bool last) {
+    for (auto & entry : rings) {
+        entry.second.last_pass = last;
+    }
+}
+
 size_t expert_cache::free_ring() {
     for (auto & [dev, ring] : rings) {
         if (const auto * api = phase_backend_api_of(dev)) {

@@ -50,6 +50,7 @@ struct expert_cache {
     size_t free_ring();
     int32_t ring_regions() const { return n_regions; }
     int32_t ring_regions_wanted() const;
+    void    set_last_pass(bool last); // see phase_ring
 
     // Called once per MoE layer while a graph is built, after the routing. When this batch is served from slots or ring, replaces
     // the weights by the arena's and returns the ids to use with them; else returns `ids`.

@@ -86,7 +86,7 @@ void phase_context::create_slots() {
     experts = std::move(cache);
     ctx.cparams.phase_experts = experts.get();
     drop_buffers();
-    reserve();
+    reserve(false);
 }
 
 phase_memory_scope::phase_memory_scope(phase_context * phase) : phase(phase) {
@@ -143,7 +143,7 @@ int64_t phase_context::reserve_buffers(bool prefill) {
     }
     while (true) {
         try {
-            reserve();
+            reserve(prefill);
             if (prefill) {
                 check_budget();
             }
@@ -167,9 +167,41 @@ int64_t phase_context::reserve_buffers(bool prefill) {
     return bytes;
 }
 
-void phase_context::reserve() {
-    ctx.sched_need_reserve = true;
-    ctx.sched_reserve();
+// llama_context::sched_reserve() without what is known since the context was created (fused operators, node counts for the log): it
+// plans three graphs, a switch needs one for the prefill and two for the decode phase. The plan made last is the one that the next
+// batch finds, so generation comes after the worst case.
+void phase_context::reserve(bool prefill) {
+    const uint32_t n_seqs    = ctx.cparams.n_seq_max;
+    const uint32_t n_tokens  = std::min(ctx.cparams.n_ctx, ctx.cparams.n_ubatch);
+    const uint32_t n_outputs = std::min(n_tokens, ctx.cparams.n_outputs_max);
+    const size_t   max_nodes = ctx.graph_max_nodes(n_tokens);
+
+    const auto plan = [&] {
+        for (auto & res : ctx.gf_res_prev) {
+            res.reset();
+        }
+        ctx.gf_res_reserve.reset(new llm_graph_result(max_nodes));
+        ctx.gf_res_prev_active = nullptr;
+        ctx.sched.reset(ggml_backend_sched_new(ctx.backend_ptrs.data(), ctx.backend_buft.data(), ctx.backend_ptrs.size(), max_nodes,
+                ctx.cparams.pipeline_parallel, ctx.cparams.op_offload));
+
+        const auto mctx = ctx.memory->init_full();
+        return mctx && ctx.graph_reserve(n_tokens, n_seqs, n_outputs, mctx.get()) &&
+               (prefill || ctx.graph_reserve(n_seqs, n_seqs, n_seqs, mctx.get()));
+    };
+    bool planned = plan();
+    if (!planned && ctx.cparams.pipeline_parallel) {
+        ctx.cparams.pipeline_parallel = false;
+        planned = plan();
+    }
+    if (!planned) {
+        throw std::runtime_error("failed to allocate the compute buffers");
+    }
+
+    ctx.sched_need_reserve = false;
+    for (size_t i = 0; i < ctx.backend_ptrs.size(); ++i) {
+        ctx.backend_buf_exp_size[i] = ggml_backend_sched_get_buffer_size(ctx.sched.get(), ctx.backend_ptrs[i]);
+    }
 }
 
 // the ring counts against the budget too, and what the scheduler takes is known only now
@@ -219,6 +251,12 @@ int64_t phase_context::allocate_ring(const fault_point & fault) {
 
 int64_t phase_context::free_ring() {
     return experts ? -(int64_t) experts->free_ring() : 0;
+}
+
+void phase_context::set_last_pass(bool last) {
+    if (experts) {
+        experts->set_last_pass(last);
+    }
 }
 
 void phase_context::ensure_scheduler() {

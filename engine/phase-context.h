@@ -53,6 +53,9 @@ struct phase_context {
     int64_t allocate_ring(const fault_point & fault);
     int64_t free_ring();
 
+    // Whether the next micro-batch is the last one before the ring is freed.
+    void set_last_pass(bool last);
+
     // A scheduler without buffers, so that the context can be destroyed after a failed reserve.
     void ensure_scheduler();
 
@@ -68,7 +71,7 @@ struct phase_context {
   private:
     friend class phase_memory_scope;
 
-    void        reserve();
+    void        reserve(bool prefill);
     void        check_budget();
     std::string shortfall();
 

@@ -76,6 +76,7 @@ bool phase_group::join(phase_group & other) {
     std::lock_guard<std::mutex> guard(lock);
     members.insert(members.end(), moved.begin(), moved.end());
     stats.n_members = (uint32_t) members.size();
+    stats.decode_memory.clear(); // noted anew at the next decode
     return true;
 }
 
@@ -87,13 +88,26 @@ bool phase_group::before_decode(const phase_context & member, uint32_t n_tokens)
     if (failure()) {
         return false;
     }
-    if (stats.hooked || &member != members.front()) {
+    if (stats.decode_memory.empty()) {
+        std::lock_guard<std::mutex> guard(lock);
+        note_memory(stats.decode_memory);
+    }
+    if (&member != members.front()) {
         return true;
     }
-    if (!stats.prefill && stats.mode != PHASE_MODE_OFF && n_tokens >= stats.min_tokens && n_tokens > stats.ubatch_decode) {
-        enter();
-    } else if (stats.prefill && n_tokens <= config.expert_batch) {
+    // The server cuts the last few tokens off a prompt; they are served from slots, not by another pass over all experts.
+    // A cut elsewhere (a checkpoint one token into the prompt, say) must not leave: n_new_left tells them apart.
+    const bool small = n_tokens <= config.expert_batch && (!stats.hooked || n_new_left <= config.expert_batch);
+    const bool large = n_tokens >= stats.min_tokens && n_tokens > stats.ubatch_decode && (!stats.hooked || left_early);
+    if (stats.prefill && small) {
+        left_early = true;
         leave();
+    } else if (!stats.prefill && large && stats.mode != PHASE_MODE_OFF) {
+        enter();
+    }
+    n_new_left -= std::min<uint64_t>(n_new_left, n_tokens);
+    for (auto * context : members) {
+        context->set_last_pass(stats.hooked && n_new_left <= config.expert_batch && n_tokens <= stats.ubatch_prefill);
     }
     return !failure();
 }
@@ -107,6 +121,7 @@ int32_t phase_group::prompt_begin(llama_seq_id seq_id, int32_t n_new) {
         } else {
             stats.n_prompts++;
             prompts.insert(seq_id);
+            n_new_left += n_new;
         }
     }
     if (!failure() && !prompts.empty() && !stats.prefill) {
@@ -125,8 +140,12 @@ int32_t phase_group::prompt_end(llama_seq_id seq_id, bool aborted) {
             std::lock_guard<std::mutex> guard(lock);
             stats.n_aborted++;
         }
-        if (prompts.empty() && stats.prefill && !failure()) {
-            leave();
+        if (prompts.empty()) {
+            n_new_left = 0;
+            left_early = false;
+            if (stats.prefill && !failure()) {
+                leave();
+            }
         }
     }
     return failure() ? -1 : 0;

@@ -58,6 +58,8 @@ struct phase_group {
     std::vector<phase_context *> members;
     std::set<llama_seq_id>       prompts; // long prompts in progress
     phase_faults                 faults;
+    uint64_t                     n_new_left = 0; // tokens of those that are still to be decoded
+    bool                         left_early = false; // a small batch came in the middle of a prompt; more may follow
     uint32_t                     n_failed_in_a_row = 0;
 
     llama_phase_callback callback  = nullptr;

@@ -5,8 +5,11 @@
 #include "llama-phase.h"
 #include "log.h"
 
+#include <chrono>
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 namespace phase_server {
 
@@ -24,10 +27,24 @@ inline void attach(llama_context * target, llama_context * draft) {
     }
 }
 
+inline std::string reason(const llama_context * ctx) {
+    const char * failure = ctx ? llama_phase_failure(ctx) : nullptr;
+    return std::string("llama-phase: no decode buffers: ") + (failure ? failure : "of another context");
+}
+
+// The process is to end with llama_phase_exit_code(). A client that never reads its answer, or one that came after the last
+// one was sent, must not keep it: after the grace time it ends whoever waits.
+inline void end_soon() {
+    std::thread([] {
+        std::this_thread::sleep_for(std::chrono::seconds(5));
+        std::_Exit(llama_phase_exit_code());
+    }).detach();
+}
+
 // Throws std::runtime_error with the reason once the context is unusable; the server then answers 503 and ends.
 inline void check(int32_t result, const llama_context * ctx) {
     if (result < 0) {
-        throw std::runtime_error(std::string("llama-phase: no decode buffers: ") + llama_phase_failure(ctx));
+        throw std::runtime_error(reason(ctx));
     }
 }
 

@@ -2,9 +2,9 @@
 
     python -m llama_phase.bench MODEL [--suite cpu|gpu] [--runs N] [--rounds N] [--only NAME,...] [--json FILE]
 
-Each round starts the configurations one after the other (so that a drift of the machine hits all of them), and each asks for
-the same texts: short prompts with long answers (decode), and long prompts with short answers (prefill, time to first
-token). One warm-up of either kind is not counted. Figures are medians; times are those the server measures.
+Each round starts the configurations one after the other (so that a drift of the machine hits all of them), and each
+asks for the same texts: short prompts with long answers (decode), and long prompts with short answers (prefill, time to
+first token). One warm-up of either kind is not counted. Figures are medians; times are those the server measures.
 Configurations that are not ours are what a user would run otherwise, on the same build without LLAMA_PHASE_*.
 """
 
@@ -28,13 +28,14 @@ from rich.console import Console
 from rich.table import Table
 
 from llama_phase.client import Client
+from llama_phase.errors import LlamaPhaseError
 from llama_phase.server import Server
 from llama_phase.settings import Settings
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """How one server of the comparison is started. `settings` as for Settings.load, `upstream` flags of llama-server."""
+    """How one server is started. `settings` as for Settings.load, `upstream`: flags of llama-server."""
 
     name: str
     settings: dict[str, Any]
@@ -156,11 +157,20 @@ def gpu_suite(threads: int) -> list[Configuration]:
         Configuration("stock, pinned, -ub 512", {**stock, "ubatch": 512}, (*PINNED, *more)),
         Configuration("stock, pinned, -ub 2048", {**stock, "ubatch": 2048}, (*PINNED, *more)),
         *(
-            Configuration(f"phase, {n} slots", {**phase, "ubatch": 512, "expert_slots": n}, (*HOST_EXPERTS, *more))
+            Configuration(
+                f"phase, {n} slots",
+                {**phase, "ubatch": 512, "expert_slots": n, "expert_batch": min(8, n // 10)},
+                (*HOST_EXPERTS, *more),
+            )
             for n in (64, 128, 256)
         ),
         Configuration(
-            "static -ub 2048, 64 slots", {**stock, "ubatch": 2048, "expert_slots": 64}, (*HOST_EXPERTS, *more)
+            "phase, 128 slots, MTP",
+            {**phase, "ubatch": 512, "expert_slots": 128},
+            (*HOST_EXPERTS, *more, "--spec-type", "draft-mtp", "--spec-draft-n-max", "3"),
+        ),
+        Configuration(
+            "static -ub 2048, 64 slots", {**stock, "ubatch": 2048, "expert_slots": 64, "expert_batch": 6}, (*HOST_EXPERTS, *more)
         ),
     ]
 
@@ -187,8 +197,9 @@ def median(values: Iterable[float | None]) -> float | None:
 def table(results: dict[str, list[dict[str, Any]]]) -> Table:
     """Medians over all rounds, one row a configuration; `same text` compares greedy answers with the first one."""
     shown = Table(title="medians")
-    for column in ("configuration", "decode tok/s", "hits %", "prefill tok/s", "TTFT ms", "swap ms", "MiB", "same text"):
-        shown.add_column(column, justify="left" if column == "configuration" else "right")
+    shown.add_column("configuration")
+    for column in ("decode tok/s", "hits %", "prefill tok/s", "TTFT ms", "swap ms", "MiB", "same text"):
+        shown.add_column(column, justify="right")
     reference = _texts(next(iter(results.values())))
     for name, rounds in results.items():
         samples = [sample for one in rounds for sample in one["samples"]]
@@ -256,24 +267,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=140 if not sys.stdout.isatty() else None)
 
     results: dict[str, list[dict[str, Any]]] = {one.name: [] for one in suite}
+    failed: list[str] = []
+    record = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "hardware": hardware(),
+        "model": options.model.name,
+        "workload": asdict(workload),
+        "configurations": [asdict(one) for one in suite],
+    }
     for number in range(options.rounds):
         for one in suite:
             console.print(f"round {number + 1}: {one.name}")
-            results[one.name].append(measure(one, options.model, workload, options.vocabulary))
-    results = {name: rounds for name, rounds in results.items() if rounds}
-    console.print(table(results))
+            try:
+                results[one.name].append(measure(one, options.model, workload, options.vocabulary))
+            except LlamaPhaseError as error:
+                failed.append(one.name)
+                console.print(f"failed: {error}", markup=False)
+            if options.json:
+                record["results"] = results
+                options.json.write_text(json.dumps(record))
+    there = {name: rounds for name, rounds in results.items() if rounds}
+    if there:
+        console.print(table(there))
     if options.json:
-        record = {
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "hardware": hardware(),
-            "model": options.model.name,
-            "workload": asdict(workload),
-            "configurations": [asdict(one) for one in suite],
-            "results": results,
-        }
-        options.json.write_text(json.dumps(record, indent=1))
         console.print(f"all figures: {options.json}")
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

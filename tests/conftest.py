@@ -1,0 +1,103 @@
+"""Fixtures that need the built engine: models, server processes, prompts. They fail with the command to type."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from engine_server import DECODE_UBATCH, PHASE_BIN, ROOT, STOCK_BIN, EngineServer, Fleet, phase_environment, server_args
+
+MODELS_DIR = ROOT / "models"
+GEMMA = "gemma"
+
+# name -> preset and overrides. Split-dependent unless it ends in -exact (F32 throughout).
+MODELS: dict[str, tuple[str, dict]] = {
+    "qwen4exp": ("tiny", {}),
+    "qwen3moe": ("tiny-moe", {}),
+    "qwen35moe": ("tiny-35", {}),
+    "qwen4exp-exact": ("tiny-exact", {}),
+    "qwen3moe-exact": ("tiny-moe-exact", {}),
+    "qwen4exp-no-ple-exact": ("tiny-exact", {"ple": False}),
+}
+
+
+def pytest_configure() -> None:
+    sys.path.insert(0, str(ROOT / "tools"))
+
+
+@pytest.fixture(scope="session")
+def engine() -> Path:
+    """Folder of the patched engine's programs."""
+    if not (PHASE_BIN / "llama-server").exists():
+        pytest.fail(f"no engine in {PHASE_BIN}: run make build", pytrace=False)
+    return PHASE_BIN
+
+
+@pytest.fixture(scope="session")
+def stock_engine() -> Path:
+    """Folder of the unpatched reference build's programs."""
+    if not (STOCK_BIN / "llama-server").exists():
+        pytest.fail(f"no reference build in {STOCK_BIN}: run make stock", pytrace=False)
+    return STOCK_BIN
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Callable[[str], Path]:
+    """Path of a model by its name in MODELS, or of `gemma`; made once and kept in models/ for the next run."""
+
+    def path_of(name: str) -> Path:
+        if name == GEMMA:
+            from llama_phase.demo_models import gemma_path
+
+            return gemma_path(MODELS_DIR, show=lambda line: None)
+        from synth_gguf import make_model
+
+        preset, overrides = MODELS[name]
+        return make_model(preset, MODELS_DIR / f"test-{name}.gguf", **overrides)
+
+    return path_of
+
+
+@pytest.fixture(scope="session")
+def fleet(
+    engine: Path, stock_engine: Path, model_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    servers = Fleet(model_path, tmp_path_factory.mktemp("servers"))
+    yield servers
+    servers.close()
+
+
+@pytest.fixture
+def one_server(fleet: Fleet) -> Iterator[Callable[..., EngineServer]]:
+    """Starts phase servers of this test alone: `one_server(model, *args, sizes={}, FAULT=...)`."""
+    started: list[EngineServer] = []
+
+    def start(model: str, *args: str, sizes: dict[str, int] | None = None, **env: str) -> EngineServer:
+        all_args = (*server_args(**({"ubatch": DECODE_UBATCH} | (sizes or {}))), *args)
+        started.append(fleet.fresh(model, *all_args, env=phase_environment(**env)))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def prompt(fleet: Fleet) -> Callable[..., Sequence[int]]:
+    """`prompt(model, n, seed=1)`: n token ids, random ones, or prose for Gemma. Prompts of one seed share a prefix."""
+    prose: dict[int, list[int]] = {}
+
+    def make(model: str, n: int, seed: int = 1) -> Sequence[int]:
+        if model != GEMMA:
+            source = random.Random(seed)
+            return [source.randrange(100, 4000) for _ in range(n)]
+        if len(prose.get(seed, [])) < n:
+            from llama_phase.prompt_texts import long_text
+
+            prose[seed] = fleet.stock(GEMMA).tokenize(long_text(max(n, 2000), first_chapter=seed))
+        return prose[seed][:n]
+
+    return make

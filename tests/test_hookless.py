@@ -1,0 +1,178 @@
+"""Programs on libllama that call none of our hooks, and the C API for those that do (through phase_api.cpp)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engine_server import PHASE_BIN, ROOT, clean_environment, phase_environment
+
+pytestmark = pytest.mark.engine
+
+Run = Callable[..., list[dict]]
+
+
+@pytest.fixture(scope="module")
+def phase_api(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled program, linked against the engine's libraries."""
+    program = tmp_path_factory.mktemp("phase_api") / "phase_api"
+    source = PHASE_BIN.parents[1] / "src"
+    include = [f"-I{folder}" for folder in (source / "include", source / "ggml/include", ROOT / "engine")]
+    link = ["-Wl,-rpath," + str(PHASE_BIN), f"-L{PHASE_BIN}", "-lllama", "-lggml", "-lggml-base"]
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror"]
+    command = ["g++", *flags, *include, ROOT / "tests/phase_api.cpp", "-o", program, *link]
+    compiled = subprocess.run(command, capture_output=True, text=True)
+    assert compiled.returncode == 0, compiled.stderr
+    return program
+
+
+@pytest.fixture
+def run(phase_api: Path, model_path) -> Run:
+    """`run("new:126", "decode:600", ..., exit_code=0, FAULT=...)`: the state after each command."""
+
+    def states(*commands: str, exit_code: int = 0, off: bool = False, **env: str) -> list[dict]:
+        result = subprocess.run(
+            [phase_api, model_path("qwen3moe"), *commands],
+            env=clean_environment({} if off else phase_environment(**env)),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert result.returncode == exit_code, result.stdout + result.stderr
+        return [json.loads(line) for line in result.stdout.splitlines()]
+
+    return states
+
+
+def counts(state: dict, *names: str) -> tuple[int, ...]:
+    return tuple(state[name] for name in names)
+
+
+def test_phase_follows_the_batch_sizes(run: Run) -> None:
+    """A long batch enters before it is decoded, one of generation size leaves before it is; between them, all stays."""
+    states = run("new:126", "decode:200", "decode:600", "decode:100", "decode:8", "decode:1")
+    new, short, long, _, verify, one = states
+    assert [state["phase"] for state in states] == ["decode", "decode", "prefill", "prefill", "decode", "decode"]
+    assert all(state["result"] == 0 for state in states)
+    assert counts(new, "ubatch_decode", "ubatch_prefill", "min_tokens") == (126, 512, 252)
+    assert counts(one, "entered", "left", "rolled_back") == (1, 1, 0)
+    assert one["events"] == ["entered", "left"]
+    assert long["bytes"] > short["bytes"] == verify["bytes"] > 0
+
+
+def test_a_single_token_after_another_does_not_switch(run: Run) -> None:
+    """Reserves happen at a switch only: twenty decodes of one token, one transaction."""
+    states = run("new:126", "decode:600", *["decode:1"] * 20)
+    assert counts(states[-1], "entered", "left") == (1, 1)
+
+
+def test_explicit_events_take_over(run: Run) -> None:
+    """After the first prompt_begin batch sizes mean nothing any more."""
+    prompt_events = ("begin:600", "decode:580", "decode:1", "done")
+    states = run("new:126", "begin:100", "done", "decode:600", *prompt_events, "decode:600")
+    _, short, done, sized, begin, prompt, one, left, last = states
+    assert (short["result"], short["short"], done["result"]) == (126, 1, 0)
+    assert sized["phase"] == "decode", "a long batch, but no prompt began"
+    assert (begin["result"], begin["phase"]) == (512, "prefill")
+    assert prompt["phase"] == one["phase"] == "prefill", "a batch of one, but not the end of the prompt"
+    assert (left["phase"], left["result"], left["bytes"]) == ("decode", 0, sized["bytes"])
+    assert last["phase"] == "decode"
+
+
+def test_the_last_few_tokens_of_a_prompt_need_no_prefill_phase(run: Run) -> None:
+    """A server cuts them off for a checkpoint; a cut anywhere else changes nothing. One transaction either way."""
+    cut_at_end = run("new:126", "begin:600", "decode:596", "decode:4", "done")
+    assert [state["phase"] for state in cut_at_end] == ["decode", "prefill", "prefill", "decode", "decode"]
+    cut_at_begin = run("new:126", "begin:600", "decode:1", "decode:599", "done")
+    assert [state["phase"] for state in cut_at_begin] == ["decode", "prefill", "prefill", "prefill", "decode"]
+    for states in (cut_at_end, cut_at_begin):
+        assert counts(states[-1], "entered", "left") == (1, 1)
+
+
+def test_abort_and_end_of_nothing(run: Run) -> None:
+    """Abort leaves and is counted; without a prompt in progress both ends do nothing, any number of times."""
+    _, nothing, begin, aborted, again, done = run("new:126", "abort", "begin:600", "abort", "abort", "done")
+    assert (nothing["result"], nothing["entered"]) == (0, 0)
+    assert begin["phase"] == "prefill"
+    for state in (aborted, again, done):
+        assert state["phase"] == "decode"
+        assert counts(state, "entered", "left", "aborted") == (1, 1, 1)
+
+
+def test_joined_contexts_switch_together(run: Run) -> None:
+    """Buffers of both are swapped and counted; a member's own batches decide nothing."""
+    states = run(
+        *("new:126", "decode:1", "new:126", "decode:1", "use:0", "join:1", "join:1"),
+        *("use:1", "decode:600", "use:0", "decode:600", "use:1", "use:0", "decode:1"),
+    )
+    first, second, joined, again, member = (states[i] for i in (1, 3, 5, 6, 8))
+    lead, of_member, left = states[10], states[11], states[13]
+    assert (joined["result"], again["result"]) == (1, 0), "joining twice is refused"
+    assert member["phase"] == "decode", "the member's long batch"
+    assert lead["phase"] == of_member["phase"] == "prefill"
+    assert left["phase"] == "decode"
+    assert left["bytes"] == first["bytes"] + second["bytes"]
+    assert counts(left, "entered", "left") == (1, 1)
+
+
+def test_join_is_refused(run: Run) -> None:
+    """To a context without phases (micro-batch as large as the prefill one), of one, and in the prefill phase."""
+    states = run("new:512", "new:126", "join:0", "use:0", "join:1", "new:126", "begin:600", "join:1")
+    assert not states[0]["has_phases"] and states[0]["ubatch_prefill"] == 512
+    assert [states[i]["result"] for i in (2, 4, 7)] == [0, 0, 0]
+
+
+def test_reset_lifts_the_block(run: Run) -> None:
+    """Three failures in a row block further attempts until reset; results stay right meanwhile."""
+    step = "enter.reserve_prefill_buffers"
+    again = ("clear", "decode:600")
+    states = run("new:126", "decode:600", *again * 3, "reset", *again, "decode:1", FAULT=f"{step}:1,{step}:2,{step}:3")
+    assert all(state["result"] == 0 for state in states)
+    assert counts(states[-5], "entered", "rolled_back", "blocked") == (0, 3, 1)
+    assert counts(states[-1], "entered", "left", "rolled_back", "blocked") == (1, 1, 3, 1)
+    assert states[-1]["events"] == [f"rolled_back:{step}"] * 3 + ["entered", "left"]
+
+
+def test_an_unusable_context_says_so(run: Run) -> None:
+    """llama_decode and the events return an error, the reason can be read, and destroying the context does no harm."""
+    fault = "leave.reserve_decode_buffers,leave.retry_decode_buffers"
+    commands = ("new:126", "decode:600", "decode:1", "decode:600", "begin:600", "done")
+    _, long, one, again, begin, done = run(*commands, FAULT=fault, exit_code=75)
+    assert long["result"] == 0
+    assert one["result"] == again["result"] == -2
+    assert begin["result"] == done["result"] == -1
+    assert "leave.retry_decode_buffers" in done["failure"]
+    assert done["failed"] == 1 and done["events"][-1].startswith("failed:")
+
+
+def test_without_variables_every_call_is_neutral(run: Run) -> None:
+    """As if in the decode phase for good."""
+    for state in run("new:126", "begin:600", "decode:600", "done", "abort", "join:0", "reset", off=True):
+        assert not state["has_phases"]
+        assert counts(state, "ubatch_decode", "ubatch_prefill", "entered", "bytes") == (126, 126, 0, 0)
+        assert state["phase"] == "decode" and state["events"] == []
+        assert state["result"] == {"begin:600": 126}.get(state["command"], 0)
+
+
+def test_stats_of_an_older_caller(run: Run) -> None:
+    """Nothing beyond the size that the caller was compiled with is written."""
+    assert run("new:126", "short")[-1]["result"] == 77
+
+
+def test_llama_bench_switches(engine: Path, model_path) -> None:
+    """A program of upstream's, untouched: its prompt runs at the prefill micro-batch."""
+    args = ["-p", "1024", "-n", "8", "-b", "512", "-ub", "126", "-r", "1", "-t", "1", "--no-warmup", "-v", "-o", "json"]
+    result = subprocess.run(
+        [engine / "llama-bench", "-m", model_path("qwen3moe"), "-ngl", "0", *args],
+        env=clean_environment(phase_environment(LOG="debug")),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert [row["n_gen"] for row in json.loads(result.stdout)] == [0, 8]
+    assert "prefill phase entered" in result.stderr and "ubatch 126 -> 512" in result.stderr
+    assert "step enter.reserve_prefill_buffers" in result.stderr
