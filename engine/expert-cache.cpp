@@ -21,6 +21,7 @@ expert_cache::expert_cache(const llama_model & model, int il_begin, int il_end, 
     for (const auto & [il, reason] : store->unusable) {
         if (il >= il_begin && il < il_end) {
             LLAMA_LOG_WARN("llama-phase: layer %d keeps the stock path: %s\n", il, reason.c_str());
+            unusable.emplace_back(il, reason);
         }
     }
     for (const auto & host : store->layers) {
@@ -87,7 +88,7 @@ void expert_cache::build_slots(int32_t n) {
     }
 }
 
-void expert_cache::create_slots(const std::map<ggml_backend_dev_t, size_t> & compute_bytes) {
+void expert_cache::create_slots(const std::vector<std::pair<ggml_backend_dev_t, size_t>> & compute_bytes) {
     const int32_t needed = slots_needed();
 
     int32_t n_max = 0;
@@ -142,6 +143,9 @@ void expert_cache::create_slots(const std::map<ggml_backend_dev_t, size_t> & com
 
 size_t expert_cache::allocate_slots(const fault_point & fault) {
     note.clear();
+    if (layers.empty()) {
+        return 0;
+    }
     const int32_t needed = slots_needed();
     for (int32_t n = n_slots_wanted; n >= needed && n > 0; n = n > needed ? std::max(needed, n/2) : 0) {
         try {
@@ -219,32 +223,48 @@ void expert_cache::write_state(cached_layer & layer, const std::vector<int32_t> 
     slot_policy policy(words.data(), layer.host->n_expert, layer.fetch.n_slots);
     policy.clear();
     policy.fill(experts);
+    *policy.n_jobs = (int32_t) std::min<size_t>(experts.size(), PHASE_MAX_IDS);
+    for (int32_t slot = 0; slot < *policy.n_jobs; ++slot) {
+        policy.jobs[2*slot]     = experts[slot];
+        policy.jobs[2*slot + 1] = slot;
+    }
     ggml_backend_tensor_set(layer.state, words.data(), 0, words.size()*sizeof(int32_t));
 }
 
-size_t expert_cache::refill(const std::map<ggml_backend_dev_t, ggml_backend_t> & backends) {
+// One DMA copy per expert and weight; it must not cross a seam of the registrations.
+void expert_cache::copy_experts(cached_layer & layer, const std::vector<int32_t> & experts, ggml_backend_t backend) {
+    for (size_t slot = 0; slot < experts.size(); ++slot) {
+        for (size_t i = 0; i < layer.slots.size(); ++i) {
+            const size_t stride = layer.host->stride(i);
+            const char * begin  = (const char *) layer.host->weights[i]->data + experts[slot]*stride;
+            const auto   seam   = std::upper_bound(store->seams.begin(), store->seams.end(), begin);
+            const size_t first  = seam != store->seams.end() && *seam < begin + stride ? *seam - begin : stride;
+
+            ggml_backend_tensor_set_async(backend, layer.slots[i], begin, slot*stride, first);
+            if (first < stride) {
+                ggml_backend_tensor_set_async(backend, layer.slots[i], begin + first, slot*stride + first, stride - first);
+            }
+        }
+    }
+}
+
+size_t expert_cache::refill(const backend_map & backends) {
     size_t bytes = 0;
     if (n_slots == 0) {
         return bytes;
     }
     for (auto & layer : layers) {
-        const auto experts = experts_to_restore(layer);
-        write_state(layer, experts);
-        for (size_t slot = 0; slot < experts.size(); ++slot) {
-            for (size_t i = 0; i < layer.slots.size(); ++i) {
-                const size_t stride = layer.host->stride(i);
-                const char * begin  = (const char *) layer.host->weights[i]->data + experts[slot]*stride;
-                const auto   seam   = std::upper_bound(store->seams.begin(), store->seams.end(), begin);
-                const size_t first  = seam != store->seams.end() && *seam < begin + stride ? *seam - begin : stride;
+        const auto   experts = experts_to_restore(layer);
+        auto       * backend = backends.at(layer.host->dev);
+        const auto * api     = phase_backend_api_of(layer.host->dev);
 
-                auto * backend = backends.at(layer.host->dev);
-                ggml_backend_tensor_set_async(backend, layer.slots[i], begin, slot*stride, first);
-                if (first < stride) {
-                    ggml_backend_tensor_set_async(backend, layer.slots[i], begin + first, slot*stride + first, stride - first);
-                }
-                bytes += stride;
-            }
+        write_state(layer, experts);
+        if (api && experts.size() <= PHASE_MAX_IDS) {
+            api->fill(backend, &layer.fetch, layer.state->data); // one launch instead of three copies per expert
+        } else {
+            copy_experts(layer, experts, backend);
         }
+        bytes += experts.size()*layer.host->expert_bytes();
     }
     return bytes;
 }
@@ -260,7 +280,12 @@ int32_t expert_cache::ring_regions_wanted() const {
 size_t expert_cache::allocate_ring(int32_t n, const fault_point & fault) {
     const auto aligned = [](size_t size) { return (size + 255)/256*256; };
 
-    for (; n >= 2; --n) {
+    int32_t n_max = 0;
+    for (const auto & [dev, order] : ring_order) {
+        n_max = std::max(n_max, (int32_t) order.size());
+    }
+    // two are the fewest that overlap, even over a single layer
+    for (n = std::min(n, std::max(n_max, 2)); n >= 2 && n_max > 0; --n) {
         try {
             fault(PHASE_STEP_RING_ALLOCATE);
             for (auto & [dev, order] : ring_order) {
@@ -304,6 +329,14 @@ size_t expert_cache::allocate_ring(int32_t n, const fault_point & fault) {
         }
     }
     return 0;
+}
+
+void expert_cache::start_ring(const backend_map & backends) {
+    for (auto & [dev, ring] : rings) {
+        if (const auto * api = phase_backend_api_of(dev)) {
+            api->ring_start(backends.at(dev), &ring);
+        }
+    }
 }
 
 void expert_cache::set_last_pass(bool last) {
@@ -395,7 +428,7 @@ expert_stats expert_cache::stats() const {
     out.ring_bytes   = ring_arena.bytes();
     out.n_slots      = n_slots;
     out.n_regions    = n_regions;
-    out.unusable     = store->unusable;
+    out.unusable     = unusable;
     out.note         = note;
     for (const auto & layer : layers) {
         out.layers.push_back({ layer.host->il, ggml_backend_dev_name(layer.host->dev), n_slots ? layer.fetch.n_slots : 0,

@@ -29,10 +29,12 @@ struct expert_cache {
     ~expert_cache();
 
     bool empty() const { return layers.empty(); }
+    bool has_unusable() const { return !unusable.empty(); } // layers that keep the stock path
 
-    // Chooses and allocates the number of slots at start. compute_bytes: compute buffers of the decode phase per device.
+    // Chooses and allocates the number of slots at start. compute_bytes: compute buffers of the decode phase per device, in the order
+    // that LLAMA_PHASE_BUDGET_MIB lists them.
     // Throws std::runtime_error when too few are asked for (naming the number needed) or too many (naming what fits).
-    void create_slots(const std::map<ggml_backend_dev_t, size_t> & compute_bytes);
+    void create_slots(const std::vector<std::pair<ggml_backend_dev_t, size_t>> & compute_bytes);
 
     // Slots again, as many as before; fewer, then none, when they do not fit (noted, never an exception). Returns bytes.
     size_t allocate_slots(const fault_point & fault);
@@ -43,11 +45,15 @@ struct expert_cache {
 
     // Fills the slots by the restore policy; copies are queued on the backends and finish before the next graph on them.
     // Returns the bytes queued.
-    size_t refill(const std::map<ggml_backend_dev_t, ggml_backend_t> & backends);
+    using backend_map = std::map<ggml_backend_dev_t, ggml_backend_t>;
+    size_t refill(const backend_map & backends);
 
     // A ring of at most n_regions; fewer, then none, when it does not fit (noted). Returns bytes.
     size_t allocate_ring(int32_t n_regions, const fault_point & fault);
     size_t free_ring();
+
+    // Lets the devices begin with the first layers' copies.
+    void start_ring(const backend_map & backends);
     int32_t ring_regions() const { return n_regions; }
     int32_t ring_regions_wanted() const;
     void    set_last_pass(bool last); // see phase_ring
@@ -78,13 +84,16 @@ struct expert_cache {
 
     int32_t slots_needed() const; // the fewest that are safe
     void    build_slots(int32_t n);
-    void    write_state(cached_layer & layer, const std::vector<int32_t> & experts);
+    void    write_state(cached_layer & layer, const std::vector<int32_t> & experts); // with the experts as jobs
+    void    copy_experts(cached_layer & layer, const std::vector<int32_t> & experts, ggml_backend_t backend);
 
     std::vector<int32_t> experts_to_restore(const cached_layer & layer) const;
 
     const phase_config            config;
     std::shared_ptr<expert_store> store;
     std::vector<cached_layer>     layers;
+
+    std::vector<std::pair<int, std::string>> unusable; // of this context's layers
 
     std::unordered_map<const ggml_tensor *, cached_layer *> by_down; // the down weights name the layer
 

@@ -298,17 +298,7 @@ bool phase_cuda_can_use_pdl() {
     return attributes.ptxVersion >= 90;
 }
 
-cudaError_t phase_cuda_fetch(const phase_fetch_op & op, const phase_cuda_ids & ids, int32_t * state, int32_t * slots,
-        cudaStream_t stream, bool pdl, int blocks) {
-    const int32_t n_ids = ids.n_used*ids.n_tokens;
-    const int32_t words = phase_cuda_table_words(op.n_expert, op.n_slots, n_ids);
-    if (n_ids <= 0 || n_ids > PHASE_MAX_IDS || std::min(n_ids, op.n_expert) > op.n_slots || words > PHASE_CUDA_TABLE_WORDS ||
-            op.n_tensors < 1 || op.n_tensors > PHASE_MAX_TENSORS) {
-        return cudaErrorInvalidValue;
-    }
-
-    const lookup_args lookup = { ids, op.n_expert, op.n_slots, state, slots, op.counters };
-
+static copy_args copy_args_of(const phase_fetch_op & op, const int32_t * state) {
     copy_args copy = {};
     for (int32_t i = 0; i < PHASE_MAX_TENSORS; ++i) {
         const auto & t = op.tensors[i];
@@ -322,18 +312,38 @@ cudaError_t phase_cuda_fetch(const phase_fetch_op & op, const phase_cuda_ids & i
         copy.parts[i] = { t.src, t.dst, t.stride, unit, copy.n_tiles };
     }
     copy.n_jobs = state + 2*op.n_expert + 2*op.n_slots + 1;
+    return copy;
+}
 
-    if (blocks <= 0) {
-        int device = 0;
-        cudaError_t error = cudaGetDevice(&device);
-        if (error == cudaSuccess) {
-            error = cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, device);
-        }
-        if (error != cudaSuccess) {
-            return error;
-        }
+// one block per multiprocessor, unless the caller has chosen
+static cudaError_t multiprocessors(int & blocks) {
+    int device = 0;
+    if (blocks > 0) {
+        return cudaSuccess;
+    }
+    const cudaError_t error = cudaGetDevice(&device);
+    return error != cudaSuccess ? error : cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, device);
+}
+
+cudaError_t phase_cuda_fetch(const phase_fetch_op & op, const phase_cuda_ids & ids, int32_t * state, int32_t * slots,
+        cudaStream_t stream, bool pdl, int blocks) {
+    const int32_t n_ids = ids.n_used*ids.n_tokens;
+    const int32_t words = phase_cuda_table_words(op.n_expert, op.n_slots, n_ids);
+    if (n_ids <= 0 || n_ids > PHASE_MAX_IDS || std::min(n_ids, op.n_expert) > op.n_slots || words > PHASE_CUDA_TABLE_WORDS ||
+            op.n_tensors < 1 || op.n_tensors > PHASE_MAX_TENSORS) {
+        return cudaErrorInvalidValue;
     }
 
-    const cudaError_t error = launch(lookup_kernel, lookup, 1, words*sizeof(int32_t), stream, pdl);
-    return error != cudaSuccess ? error : launch(copy_kernel, copy, blocks, 0, stream, pdl);
+    const lookup_args lookup = { ids, op.n_expert, op.n_slots, state, slots, op.counters };
+    cudaError_t error = multiprocessors(blocks);
+    if (error == cudaSuccess) {
+        error = launch(lookup_kernel, lookup, 1, words*sizeof(int32_t), stream, pdl);
+    }
+    return error != cudaSuccess ? error : launch(copy_kernel, copy_args_of(op, state), blocks, 0, stream, pdl);
+}
+
+cudaError_t phase_cuda_fill(const phase_fetch_op & op, const int32_t * state, cudaStream_t stream) {
+    int blocks = 0;
+    const cudaError_t error = multiprocessors(blocks);
+    return error != cudaSuccess ? error : launch(copy_kernel, copy_args_of(op, state), blocks, 0, stream, false);
 }

@@ -29,11 +29,17 @@ constexpr int32_t phase_cuda_table_words(int32_t n_expert, int32_t n_slots, int3
 cudaError_t phase_cuda_fetch(const phase_fetch_op & op, const phase_cuda_ids & ids, int32_t * state, int32_t * slots,
         cudaStream_t stream, bool pdl, int blocks = 0);
 
+// Queues the copies of the jobs that `state` lists.
+cudaError_t phase_cuda_fill(const phase_fetch_op & op, const int32_t * state, cudaStream_t stream);
+
 bool phase_cuda_can_use_pdl();
 
 // Makes `stream` wait until the layer is in its region and queues the copies of the layers behind it. Not to be captured: which
 // copies are queued depends on what the ring holds now. One thread at a time for one ring.
 cudaError_t phase_cuda_stream(const phase_stream_op & op, const phase_cuda_ids & ids, int32_t * state, int32_t * dst, cudaStream_t stream);
+
+// Begins to copy the first layers behind what `stream` has queued.
+cudaError_t phase_cuda_ring_start(phase_ring & ring, cudaStream_t stream);
 
 // Waits for the copies in flight. A ring that never ran is fine.
 cudaError_t phase_cuda_ring_free(phase_ring & ring);

@@ -188,6 +188,15 @@ cudaError_t phase_cuda_stream(const phase_stream_op & op, const phase_cuda_ids &
     return cudaSuccess;
 }
 
+cudaError_t phase_cuda_ring_start(phase_ring & ring, cudaStream_t stream) {
+    TRY(ring.backend_state ? cudaSuccess : create(ring, stream));
+    auto & state = *(ring_state *) ring.backend_state;
+    for (int32_t position = 0; position < std::min(ring.n_regions, ring.n_layers); ++position) {
+        TRY(upload(state, *ring.layers[position]));
+    }
+    return cudaSuccess;
+}
+
 cudaError_t phase_cuda_ring_free(phase_ring & ring) {
     auto * state = (ring_state *) ring.backend_state;
     ring.backend_state = nullptr;

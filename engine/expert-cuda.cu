@@ -114,6 +114,16 @@ const phase_backend_api * phase_cuda_backend_api() {
     static const phase_backend_api api = {
         /*.pin           =*/ phase_cuda_pin,
         /*.unpin         =*/ phase_cuda_unpin,
+        /*.fill          =*/ [](void * backend, const phase_fetch_op * op, void * state) {
+            auto & ctx = *(ggml_backend_cuda_context *) ((ggml_backend_t) backend)->context;
+            ggml_cuda_set_device(ctx.device);
+            CUDA_CHECK(phase_cuda_fill(*op, (const int32_t *) state, ctx.stream()));
+        },
+        /*.ring_start    =*/ [](void * backend, phase_ring * ring) {
+            auto & ctx = *(ggml_backend_cuda_context *) ((ggml_backend_t) backend)->context;
+            ggml_cuda_set_device(ctx.device);
+            CUDA_CHECK(phase_cuda_ring_start(*ring, ctx.stream()));
+        },
         /*.ring_free     =*/ [](phase_ring * ring) { CUDA_CHECK(phase_cuda_ring_free(*ring)); },
         /*.trim          =*/ [](void * backend) { return trim(*(ggml_backend_cuda_context *) ((ggml_backend_t) backend)->context); },
         /*.graph_replays =*/ [] { return n_replays.load(std::memory_order_relaxed); },

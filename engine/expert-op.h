@@ -114,6 +114,13 @@ struct phase_backend_api {
     const char * (*pin)(void * ptr, size_t size);
     void         (*unpin)(void * ptr);
 
+    // Queues on the backend instance the copies that a layer's state lists as jobs.
+    void (*fill)(void * backend, const phase_fetch_op * op, void * state);
+
+    // Begins to copy the first n_regions layers, so that they arrive while the graph is planned. The ring's memory belongs to the
+    // device of the backend instance.
+    void (*ring_start)(void * backend, phase_ring * ring);
+
     // Waits for the copies in flight and frees the ring's backend_state. Called before the ring's memory is freed.
     void (*ring_free)(phase_ring * ring);
 

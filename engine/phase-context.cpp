@@ -72,14 +72,18 @@ void phase_context::create_slots() {
     const auto & hparams = ctx.model.hparams;
     const bool   mtp     = ctx.cparams.ctx_type == LLAMA_CONTEXT_TYPE_MTP;
     auto cache = std::make_unique<expert_cache>(ctx.model, mtp ? hparams.n_layer() : 0, mtp ? hparams.n_layer_all : hparams.n_layer(), config);
-    if (cache->empty()) {
+    if (cache->empty() && !cache->has_unusable()) {
         LLAMA_LOG_INFO("llama-phase: no experts of this context are in host memory, no slots needed\n");
         return;
     }
+    if (cache->empty()) {
+        experts = std::move(cache); // for the figures, which say why
+        return;
+    }
 
-    std::map<ggml_backend_dev_t, size_t> compute_bytes;
+    std::vector<std::pair<ggml_backend_dev_t, size_t>> compute_bytes;
     for (auto * backend : ctx.backend_ptrs) {
-        compute_bytes[ggml_backend_get_device(backend)] += ggml_backend_sched_get_buffer_size(ctx.sched.get(), backend);
+        compute_bytes.emplace_back(ggml_backend_get_device(backend), ggml_backend_sched_get_buffer_size(ctx.sched.get(), backend));
     }
     cache->create_slots(compute_bytes);
 
@@ -121,10 +125,7 @@ int64_t phase_context::drop_buffers() {
     for (const auto & device : read_memory()) {
         bytes += (int64_t) device.buffer_bytes;
     }
-    for (auto & res : ctx.gf_res_prev) {
-        res.reset();
-    }
-    ctx.gf_res_prev_active = nullptr;
+    park_graphs();
     ctx.sched.reset();
 
     // pools grow with the micro-batch, and captured graphs hold their addresses
@@ -157,6 +158,7 @@ int64_t phase_context::reserve_buffers(bool prefill) {
             drop_buffers();
             experts->free_ring();
             experts->allocate_ring(regions - 1, [](const char *) {});
+            experts->start_ring(backends());
         }
     }
 
@@ -165,6 +167,34 @@ int64_t phase_context::reserve_buffers(bool prefill) {
         bytes += (int64_t) device.buffer_bytes;
     }
     return bytes;
+}
+
+// The arrays that graphs are built in grow with the micro-batch (about 16 KiB per token) and are zeroed when they are made, which
+// took most of a switch. They are host memory, so each phase keeps its own; only the tensors in them are stale.
+void phase_context::park_graphs() {
+    auto & parked = graphs[planned_prefill];
+    if (ctx.gf_res_reserve) {
+        parked.reserve = std::move(ctx.gf_res_reserve);
+        parked.prev    = std::move(ctx.gf_res_prev);
+    }
+    ctx.gf_res_prev_active = nullptr;
+}
+
+void phase_context::unpark_graphs(bool prefill, size_t max_nodes) {
+    park_graphs();
+    planned_prefill = prefill;
+    auto & parked = graphs[prefill];
+    if (!parked.reserve || parked.reserve->get_max_nodes() < (int64_t) max_nodes) {
+        parked.prev = {};
+        parked.reserve.reset(new llm_graph_result(max_nodes));
+    }
+    ctx.gf_res_reserve = std::move(parked.reserve);
+    ctx.gf_res_prev    = std::move(parked.prev);
+    for (auto & res : ctx.gf_res_prev) {
+        if (res) {
+            res->reset();
+        }
+    }
 }
 
 // llama_context::sched_reserve() without what is known since the context was created (fused operators, node counts for the log): it
@@ -177,11 +207,7 @@ void phase_context::reserve(bool prefill) {
     const size_t   max_nodes = ctx.graph_max_nodes(n_tokens);
 
     const auto plan = [&] {
-        for (auto & res : ctx.gf_res_prev) {
-            res.reset();
-        }
-        ctx.gf_res_reserve.reset(new llm_graph_result(max_nodes));
-        ctx.gf_res_prev_active = nullptr;
+        unpark_graphs(prefill, max_nodes);
         ctx.sched.reset(ggml_backend_sched_new(ctx.backend_ptrs.data(), ctx.backend_buft.data(), ctx.backend_ptrs.size(), max_nodes,
                 ctx.cparams.pipeline_parallel, ctx.cparams.op_offload));
 
@@ -233,20 +259,28 @@ int64_t phase_context::allocate_slots(const fault_point & fault) {
     return experts ? (int64_t) experts->allocate_slots(fault) : 0;
 }
 
-int64_t phase_context::refill_slots() {
-    if (!experts) {
-        return 0;
-    }
-    std::map<ggml_backend_dev_t, ggml_backend_t> backends;
+std::map<ggml_backend_dev_t, ggml_backend_t> phase_context::backends() const {
+    std::map<ggml_backend_dev_t, ggml_backend_t> map;
     for (auto * backend : ctx.backend_ptrs) {
-        backends[ggml_backend_get_device(backend)] = backend;
+        map[ggml_backend_get_device(backend)] = backend;
     }
-    experts->refill(backends);
+    return map;
+}
+
+int64_t phase_context::refill_slots() {
+    if (experts) {
+        experts->refill(backends());
+    }
     return 0;
 }
 
 int64_t phase_context::allocate_ring(const fault_point & fault) {
-    return experts ? (int64_t) experts->allocate_ring(experts->ring_regions_wanted(), fault) : 0;
+    if (!experts) {
+        return 0;
+    }
+    const size_t bytes = experts->allocate_ring(experts->ring_regions_wanted(), fault);
+    experts->start_ring(backends());
+    return (int64_t) bytes;
 }
 
 int64_t phase_context::free_ring() {
@@ -259,10 +293,10 @@ void phase_context::set_last_pass(bool last) {
     }
 }
 
-void phase_context::ensure_scheduler() {
+void phase_context::ensure_scheduler(uint32_t n_tokens) {
     if (!ctx.sched) {
         ctx.sched.reset(ggml_backend_sched_new(ctx.backend_ptrs.data(), ctx.backend_buft.data(), ctx.backend_ptrs.size(),
-                ctx.graph_max_nodes(ubatch_decode), false, ctx.cparams.op_offload));
+                ctx.graph_max_nodes(n_tokens), false, ctx.cparams.op_offload));
     }
 }
 
@@ -290,8 +324,9 @@ std::string phase_context::shortfall() {
         std::vector<size_t> need(ctx.backend_ptrs.size());
 
         drop_buffers();
-        ensure_scheduler();
         const uint32_t n_tokens = std::min(ctx.cparams.n_ctx, ubatch_prefill);
+        unpark_graphs(true, ctx.graph_max_nodes(n_tokens));
+        ensure_scheduler(n_tokens);
         ctx.graph_reserve(n_tokens, ctx.cparams.n_seq_max, std::min(n_tokens, ctx.cparams.n_outputs_max), mctx.get(), true, need.data());
 
         std::string text;

@@ -8,14 +8,19 @@
 
 #include "phase-config.h"
 
+#include "ggml-backend.h"
+
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 struct expert_cache;
+class llm_graph_result;
 struct llama_context;
 struct phase_device_memory;
 struct phase_group;
@@ -57,7 +62,7 @@ struct phase_context {
     void set_last_pass(bool last);
 
     // A scheduler without buffers, so that the context can be destroyed after a failed reserve.
-    void ensure_scheduler();
+    void ensure_scheduler(uint32_t n_tokens = 1);
 
     // one entry per backend of the context
     std::vector<phase_device_memory> read_memory() const;
@@ -72,13 +77,25 @@ struct phase_context {
     friend class phase_memory_scope;
 
     void        reserve(bool prefill);
+    void        park_graphs();
+    void        unpark_graphs(bool prefill, size_t max_nodes);
     void        check_budget();
     std::string shortfall();
+
+    std::map<ggml_backend_dev_t, ggml_backend_t> backends() const;
 
     llama_context &    ctx;
     const phase_config config;
 
     bool pipeline_parallel = false; // of the decode phase
+
+    // the graphs of the phase that is not planned now: [decode, prefill]
+    struct parked_graphs {
+        std::array<std::unique_ptr<llm_graph_result>, 2> prev;
+        std::unique_ptr<llm_graph_result>                reserve;
+    };
+    std::array<parked_graphs, 2> graphs;
+    bool                         planned_prefill = false;
 };
 
 // Null when the mode is off or the context cannot switch (said once in the log), and no slots are asked for. A context that only measures memory

@@ -226,6 +226,7 @@ void phase_group::enter() {
     {
         std::lock_guard<std::mutex> guard(lock);
         stats.last           = report;
+        stats.last_enter     = report;
         stats.last_direction = "enter";
         stats.enter.add(report.ms / 1000.0);
         stats.enter_ms_last  = report.ms;

@@ -101,6 +101,14 @@ static json experts_json(const expert_stats & experts) {
     return result;
 }
 
+static json steps_json(const phase_report & report) {
+    json steps = json::array();
+    for (const auto & step : report.steps) {
+        steps.push_back({ { "step", step.name }, { "ms", step.ms }, { "bytes", step.bytes }, { "ok", step.ok } });
+    }
+    return steps;
+}
+
 std::string phase_stats_json(const phase_stats & stats, double now_ms) {
     static const char * const MODES[] = { "off", "transaction", "bypass" };
 
@@ -142,16 +150,13 @@ std::string phase_stats_json(const phase_stats & stats, double now_ms) {
     result["last_enter_ms"] = stats.enter_ms_last;
     result["last_leave_ms"] = stats.leave_ms_last;
     if (!stats.last_direction.empty()) {
-        json steps = json::array();
-        for (const auto & step : stats.last.steps) {
-            steps.push_back({ { "step", step.name }, { "ms", step.ms }, { "bytes", step.bytes }, { "ok", step.ok } });
-        }
         result["last_transaction"] = {
             { "direction", stats.last_direction },
             { "outcome",   phase_outcome_name(stats.last.outcome) },
             { "ms",        stats.last.ms },
-            { "steps",     std::move(steps) },
+            { "steps",     steps_json(stats.last) },
         };
+        result["last_enter_steps"] = steps_json(stats.last_enter);
         if (!stats.last.failed_step.empty()) {
             result["last_transaction"]["failed_step"] = stats.last.failed_step;
             result["last_transaction"]["reason"]      = stats.last.reason;

@@ -76,6 +76,7 @@ struct phase_stats {
     std::string  failure;        // why the context is unusable, or empty
     std::string  last_direction; // "enter", "leave" or empty
     phase_report last;           // the last transaction
+    phase_report last_enter;     // the last way in
     std::string  last_failure;   // the last roll back, in words
 
     double enter_ms_last = 0.0;

@@ -164,6 +164,19 @@ def gpu_suite(threads: int) -> list[Configuration]:
             )
             for n in (64, 128, 256)
         ),
+        *(
+            Configuration(
+                f"phase, 128 slots, prefill {n}",
+                {**phase, "ubatch": 512, "expert_slots": 128, "prefill_ubatch": n},
+                (*HOST_EXPERTS, *more),
+            )
+            for n in (4096, 8192)
+        ),
+        Configuration(
+            "phase, 128 slots, loaded",
+            {**phase, "ubatch": 512, "expert_slots": 128},
+            (*PINNED, *more),
+        ),
         Configuration(
             "phase, 128 slots, MTP",
             {**phase, "ubatch": 512, "expert_slots": 128},

@@ -706,6 +706,60 @@ static void bench() {
         }
     }
 
+    // the same from a mapped file, where every page is on its own, with experts in random order
+    const size_t map_bytes = strides.size()*n_expert*strides[0];
+    const int    fd        = memfd_create("experts", 0);
+    EXPECT(fd >= 0 && ftruncate(fd, (off_t) map_bytes) == 0, "no memory for the mapped experts");
+    auto * writable = (uint8_t *) mmap(nullptr, map_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    for (size_t i = 0; i < map_bytes; i += 64) {
+        writable[i] = (uint8_t) (i >> 6);
+    }
+    munmap(writable, map_bytes);
+    auto * map = (uint8_t *) mmap(nullptr, map_bytes, PROT_READ, MAP_SHARED, fd, 0);
+    close(fd);
+    if (const char * reason = phase_cuda_pin(map, map_bytes)) {
+        std::printf("\nmapped experts cannot be pinned here: %s\n", reason);
+    } else {
+        phase_fetch_op mapped = layer.op;
+        for (size_t i = 0; i < strides.size(); ++i) {
+            mapped.tensors[i].src = map + i*n_expert*strides[i];
+        }
+        for (const bool random_order : { false, true }) {
+            std::printf("\n| fetch, %s order, from | 1 | 4 | 10 | 32 experts |\n|---|---|---|---|---|\n", random_order ? "random" : "file");
+            for (const auto & [name, op] : { std::pair<const char *, const phase_fetch_op *>{ "pinned buffer", &layer.op }, { "mapped file", &mapped } }) {
+                const phase_fetch_op & source = *op;
+                for (int blocks : { 132, 264, 528 }) {
+                    std::printf("| %s, %d blocks, GB/s |", name, blocks);
+                    for (int32_t n_missing : { 1, 4, 10, 32 }) {
+                        auto list = ids_for(n_expert, std::max(10, n_missing), n_missing);
+                        if (random_order) {
+                            list.clear();
+                            std::vector<int32_t> order(n_expert);
+                            std::iota(order.begin(), order.end(), 0);
+                            std::shuffle(order.begin() + 10, order.end(), std::mt19937(n_missing));
+                            int32_t next = 0;
+                            for (int i = 0; i < calls; ++i) {
+                                std::vector<int32_t> ids;
+                                for (int32_t k = 0; k < std::max(10, n_missing); ++k) {
+                                    const int32_t n_hot = std::max(10, n_missing) - n_missing;
+                                    ids.push_back(k < n_hot ? k : order[n_hot + next++ % (n_expert - n_hot)]);
+                                }
+                                list.push_back(std::make_unique<device_ids>(ids, (int32_t) ids.size(), (int32_t) ids.size()));
+                            }
+                        }
+                        const double us = graph_microseconds(calls, stream, [&](int i) {
+                            CHECK(phase_cuda_fetch(source, list[i % calls]->view, state, (int32_t *) slots.data, stream, can_pdl, blocks));
+                        });
+                        std::printf(" %.1f |", n_missing*expert_bytes/us/1e3);
+                    }
+                    std::printf("\n");
+                }
+            }
+        }
+        phase_cuda_unpin(map);
+    }
+    munmap(map, map_bytes);
+
     std::printf("\n| DMA of the same | 1 | 4 | 10 | 32 experts |\n|---|---|---|---|---|\n| us |");
     for (int32_t n : { 1, 4, 10, 32 }) {
         const double us = microseconds(50, stream, [&](int i) {
