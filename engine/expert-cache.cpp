@@ -137,6 +137,9 @@ void expert_cache::create_slots(const std::vector<std::pair<ggml_backend_dev_t, 
     for (auto & layer : layers) {
         write_state(layer, {});
     }
+    if (ggml_backend_dev_type(layers[0].host->dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+        LLAMA_LOG_WARN("llama-phase: there is no GPU: slots copy from host memory to host memory, which is of use for tests only\n");
+    }
     LLAMA_LOG_INFO("llama-phase: %d slots for each of %zu layers, %.1f MiB; experts in host memory %.1f MiB\n", n_slots, layers.size(),
             slot_arena.bytes()/1048576.0, store->pinned_bytes/1048576.0);
 }
@@ -432,10 +435,18 @@ expert_stats expert_cache::stats() const {
     out.note         = note;
     for (const auto & layer : layers) {
         out.layers.push_back({ layer.host->il, ggml_backend_dev_name(layer.host->dev), n_slots ? layer.fetch.n_slots : 0,
-                *layer.fetch.counters, *layer.stream.counters, layer.host->expert_bytes() });
-        if (const auto * api = phase_backend_api_of(layer.host->dev)) {
-            out.graph_replays = api->graph_replays();
+                {}, {}, layer.host->expert_bytes() });
+    }
+    read_counters(out);
+    return out;
+}
+
+void expert_cache::read_counters(expert_stats & stats) const {
+    for (size_t i = 0; i < layers.size(); ++i) {
+        stats.layers[i].slots = *layers[i].fetch.counters;
+        stats.layers[i].ring  = *layers[i].stream.counters;
+        if (const auto * api = phase_backend_api_of(layers[i].host->dev)) {
+            stats.graph_replays = api->graph_replays();
         }
     }
-    return out;
 }

@@ -65,6 +65,9 @@ struct expert_cache {
 
     expert_stats stats() const;
 
+    // Brings the counters of earlier stats() up to date. May be called from any thread at any time.
+    void read_counters(expert_stats & stats) const;
+
     size_t bytes(ggml_backend_dev_t dev) const; // slots or ring, whichever there is
 
   private:

@@ -95,6 +95,8 @@ void expert_store::find_layers(const llama_model & model) {
         }
         if (layer.weights.size() > PHASE_MAX_TENSORS || layer.weights.size() < 2) {
             reason = "it has an unknown set of expert tensors";
+        } else if (is_cpu(layer.dev) && !model.devices.empty()) {
+            reason = "the layer itself is on the CPU (-ngl)";
         } else if (!is_cpu(layer.dev) && !phase_backend_api_of(layer.dev)) {
             reason = std::string("the backend of ") + ggml_backend_dev_name(layer.dev) + " has no slot operators";
         }

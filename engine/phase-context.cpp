@@ -77,7 +77,7 @@ void phase_context::create_slots() {
         return;
     }
     if (cache->empty()) {
-        experts = std::move(cache); // for the figures, which say why
+        group->change_experts([&] { experts = std::move(cache); }); // for the figures, which say why
         return;
     }
 
@@ -87,7 +87,7 @@ void phase_context::create_slots() {
     }
     cache->create_slots(compute_bytes);
 
-    experts = std::move(cache);
+    group->change_experts([&] { experts = std::move(cache); });
     ctx.cparams.phase_experts = experts.get();
     drop_buffers();
     reserve(false);

@@ -54,6 +54,7 @@ void phase_group::remove(phase_context & member) {
         std::lock_guard<std::mutex> guard(lock);
         members.erase(std::remove(members.begin(), members.end(), &member), members.end());
         stats.n_members = (uint32_t) members.size();
+        note_experts();
     }
     if (members.empty()) {
         std::lock_guard<std::mutex> guard(registry_lock);
@@ -77,6 +78,7 @@ bool phase_group::join(phase_group & other) {
     members.insert(members.end(), moved.begin(), moved.end());
     stats.n_members = (uint32_t) members.size();
     stats.decode_memory.clear(); // noted anew at the next decode
+    note_experts();
     return true;
 }
 
@@ -227,6 +229,7 @@ void phase_group::enter() {
         std::lock_guard<std::mutex> guard(lock);
         stats.last           = report;
         stats.last_enter     = report;
+        note_experts();
         stats.last_direction = "enter";
         stats.enter.add(report.ms / 1000.0);
         stats.enter_ms_last  = report.ms;
@@ -305,6 +308,7 @@ void phase_group::leave() {
         std::lock_guard<std::mutex> guard(lock);
         stats.last           = report;
         stats.last_direction = "leave";
+        note_experts();
         stats.leave.add(report.ms / 1000.0);
         stats.leave_ms_last  = report.ms;
         stats.prefill        = false;
@@ -356,6 +360,21 @@ void phase_group::note_memory(std::vector<phase_device_memory> & memory) {
     }
 }
 
+void phase_group::note_experts() {
+    stats.experts.clear();
+    for (const auto * member : members) {
+        if (member->experts) {
+            stats.experts.push_back(member->experts->stats());
+        }
+    }
+}
+
+void phase_group::change_experts(const std::function<void()> & change) {
+    std::lock_guard<std::mutex> guard(lock);
+    change();
+    note_experts();
+}
+
 void phase_group::set_callback(llama_phase_callback callback, void * user_data) {
     this->callback  = callback;
     this->user_data = user_data;
@@ -390,9 +409,10 @@ const char * phase_group::failure() const {
 phase_stats phase_group::snapshot() const {
     std::lock_guard<std::mutex> guard(lock);
     phase_stats copy = stats;
+    auto experts = copy.experts.begin();
     for (const auto * member : members) {
-        if (member->experts) {
-            copy.experts.push_back(member->experts->stats());
+        if (member->experts && experts != copy.experts.end()) {
+            member->experts->read_counters(*experts++); // slots and ring may change meanwhile, the counters stay where they are
         }
     }
     return copy;

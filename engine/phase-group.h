@@ -9,6 +9,7 @@
 #include "llama-phase.h"
 #include "phase-stats.h"
 
+#include <functional>
 #include <mutex>
 #include <set>
 #include <string>
@@ -25,6 +26,9 @@ struct phase_group {
     bool join(phase_group & other);
 
     bool before_decode(const phase_context & member, uint32_t n_tokens);
+
+    // Runs `change`, which replaces the experts of a member, while nobody reads them.
+    void change_experts(const std::function<void()> & change);
 
     // see llama-phase.h
     int32_t prompt_begin(llama_seq_id seq_id, int32_t n_new);
@@ -51,6 +55,7 @@ struct phase_group {
     std::function<void(const char *)> fault_point();
 
     void         note_memory(std::vector<phase_device_memory> & memory);
+    void         note_experts();
     void         emit(llama_phase_event_type type, const phase_report & report) const;
     void         log_steps(const phase_report & report) const;
 

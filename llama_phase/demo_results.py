@@ -109,10 +109,10 @@ def make_table(results: Mapping[str, Sequence[Run]]) -> Table:
     table.add_column("", no_wrap=True)
     for name in (
         "prefill\ntok/s",
-        "first token\nlong, s",
-        "first token\nshort, s",
+        "first\ntoken\nlong, s",
+        "first\ntoken\nshort, s",
         "decode\ntok/s",
-        "entered/left/\nrolled back",
+        "entered/\nleft/\nrolled back",
         "tokens\nidentical",
     ):
         table.add_column(name, justify="right")
@@ -142,7 +142,7 @@ def opening(models: Sequence[DemoModel], engine: EngineInfo, stock: EngineInfo |
         f"engine: {engine}, {threads} threads",
         "models: " + ", ".join(f"{model.name} ({model.about})" for model in models),
         f"stock {DECODE_UBATCH}, stock {PREFILL_UBATCH}: {reference}, at that micro-batch",
-        f"phase {DECODE_UBATCH}/{PREFILL_UBATCH}: this engine; {PREFILL_UBATCH} for a long prompt, then {DECODE_UBATCH}",
+        f"phase {DECODE_UBATCH}/{PREFILL_UBATCH}: engine at {PREFILL_UBATCH} for a long prompt, else {DECODE_UBATCH}",
     ]
 
 
@@ -151,14 +151,14 @@ def notes(results: Mapping[str, Sequence[Run]], last: DemoModel, backend: str, n
     gpu = backend != "cpu"
     reference = f"`{ALL_ON_GPU}` or `stock {PREFILL_UBATCH}`" if gpu else f"stock {PREFILL_UBATCH}"
     lines = [
-        f"Medians of {n_texts}, answers of {ANSWER_TOKENS} tokens, greedy. Prefill and decode: the server's own figures, "
-        f"prefill of the long prompts ({LONG_TOKENS:,} tokens of a novel), decode after the short ones (a few lines).",
-        f"Identical: token for token what stock answers at the same split of the prompt, {reference} for long prompts, "
-        f"stock {DECODE_UBATCH} for short ones. (At another split stock, too, rounds otherwise.)",
+        f"Medians of {n_texts}; greedy answers of {ANSWER_TOKENS} tokens. Prefill is that of the long prompts "
+        f"({LONG_TOKENS:,} tokens of a novel), decode that after the short ones (a few lines).",
+        f"Identical: token for token what stock answers at the same split of the prompt: {reference} for long prompts, "
+        f"stock {DECODE_UBATCH} for short ones. At another split stock, too, rounds otherwise.",
     ]
     if gpu:
         lines.append(
-            "Models this small show that the switch happens and keeps every token, not what it gains: see `make bench`. "
+            "Models this small show that the switch happens and keeps every token, not its gain: see `make bench`. "
             "Short prompts are not compared where experts are in host memory: stock computes some of them on the CPU."
         )
     else:

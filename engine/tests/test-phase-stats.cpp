@@ -107,6 +107,7 @@ TEST(json_parses_back) {
     stats.last.failed_step = "enter.free_slots";
     stats.last.reason      = "why \"so\"";
     stats.last.steps       = { { "enter.quiesce", 1.5, 0, true }, { "enter.free_slots", 0.5, -7, false } };
+    stats.last_enter.steps = { { "enter.quiesce", 1.5, 0, true } };
     stats.last_failure     = "words";
     stats.failure          = "all over";
     const auto p = json::parse(phase_stats_json(stats, 350.0));
@@ -126,6 +127,7 @@ TEST(json_parses_back) {
     CHECK_EQ(p["last_transaction"]["failed_step"], "enter.free_slots");
     CHECK_EQ(p["last_transaction"]["reason"], "why \"so\"");
     CHECK_EQ(p["last_transaction"]["steps"][1], (json { { "step", "enter.free_slots" }, { "ms", 0.5 }, { "bytes", -7 }, { "ok", false } }));
+    CHECK_EQ(p["last_enter_steps"].size(), 1u);
     CHECK_EQ(p["last_failure"], "words");
     CHECK_EQ(p["failure"], "all over");
 

@@ -1,0 +1,247 @@
+"""Experts in host memory give stock's answers, whatever the cache holds.
+
+Plain "==" of answers: as stock at the same split, bit for bit, logprobs too. "Any split": see test_tokens.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from engine_server import DECODE_UBATCH, MIN_TOKENS, PREFILL_UBATCH, wait_until
+from expert_servers import N_EXPERT, N_LAYER, N_USED, RAW, VARIANTS, ExpertFleet, experts, missed
+
+pytestmark = pytest.mark.engine
+
+ARCHITECTURES = ["qwen4exp", "qwen3moe", "qwen35moe"]
+EXACT = ["qwen4exp-exact", "qwen3moe-exact"]
+NO_FLASH = ("-fa", "off")  # then F32 models are exact for any split
+NGRAM = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "4", "--spec-ngram-simple-size-m", "6")
+ONE_TO_FOUR_PASSES = [300, PREFILL_UBATCH + 1, 1100, 2000]
+
+
+def mtp(n_draft: int) -> tuple[str, ...]:
+    return ("--spec-type", "draft-mtp", "--spec-draft-n-max", str(n_draft))
+
+
+@pytest.fixture(scope="module")
+def servers(engine, stock_engine, model_path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpertFleet]:
+    fleet = ExpertFleet(model_path, tmp_path_factory.mktemp("experts"))
+    yield fleet
+    fleet.close()
+
+
+@pytest.mark.parametrize("n_slots", [N_USED, N_USED + 1, 13, N_EXPERT - 1, N_EXPERT])
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_any_number_of_slots(servers: ExpertFleet, prompt, model: str, n_slots: int) -> None:
+    """Cold and warm, after short prompts and after those that take the stock path."""
+    server = servers.slots(model, n_slots)
+    assert experts(server)["slots_per_layer"] == n_slots
+    for n in (1, 1, 20, DECODE_UBATCH + 9, 1, 20):
+        tokens = prompt(model, n)
+        assert server.complete(tokens, n=40) == servers.stock_answer(model, tokens, 40)
+    counters = experts(server)["slots"]
+    assert counters["missed"] > counters["evicted"] > 0 or n_slots == N_EXPERT
+    if n_slots == N_EXPERT:
+        assert counters["evicted"] == 0 and counters["missed"] <= N_EXPERT * N_LAYER
+
+
+@pytest.mark.parametrize("batch", range(1, 9))
+def test_any_batch(servers: ExpertFleet, prompt, batch: int) -> None:
+    """With the fewest slots that are safe. A prompt up to EXPERT_BATCH is served from slots, a longer one is not."""
+    model = "qwen3moe"
+    server = servers.slots(model, batch * N_USED, EXPERT_BATCH=batch)
+    for n in range(1, 10):
+        before = experts(server)["layers"][0]
+        tokens = prompt(model, n, seed=n)
+        assert server.complete(tokens, n=5) == servers.stock_answer(model, tokens, 5)
+        after = experts(server)["layers"][0]
+        n_looked_up = 4 + (n if n <= batch else 0)
+        assert after["looked_up"] - before["looked_up"] == n_looked_up * N_USED
+        assert after["runs"] - before["runs"] == 4 + int(n <= batch)
+
+
+@pytest.mark.parametrize("n_draft", [1, 3, 7])
+@pytest.mark.parametrize("model", ["qwen4exp", "qwen35moe", "mixed-mtp"])
+def test_mtp_verify_batches(servers: ExpertFleet, prompt, model: str, n_draft: int) -> None:
+    """Batches of 2, 4 and 8 tokens, with the fewest slots; the draft's experts have slots of their own."""
+    batch = n_draft + 1
+    args = mtp(n_draft)
+    server = servers.switching(model, batch * N_USED, *args, EXPERT_BATCH=batch)
+    for n in (5, 1100):
+        tokens = prompt(model, n)
+        of_stock = servers.stock_answer(model, tokens, 64, *args, ubatch=DECODE_UBATCH if n == 5 else PREFILL_UBATCH)
+        of_phase = server.complete(tokens, n=64)
+        assert of_phase == of_stock
+        assert of_phase.timings["draft_n"] == of_stock.timings["draft_n"] > 0
+        assert of_phase.timings["draft_n_accepted"] == of_stock.timings["draft_n_accepted"]
+    target, draft = experts(server, 0), experts(server, 1)
+    assert [layer["layer"] for layer in target["layers"]] == list(range(N_LAYER))
+    assert [layer["layer"] for layer in draft["layers"]] == [N_LAYER]
+    assert target["slots_per_layer"] == draft["slots_per_layer"] == batch * N_USED
+    assert target["slots"]["looked_up"] > target["slots"]["runs"] * N_USED, "batches of several tokens were served"
+
+
+def test_ngram_verify_batches(servers: ExpertFleet, prompt) -> None:
+    """Drafts that come from the prompt itself, which holds an answer to its own end."""
+    model = "qwen3moe-exact"
+    question = prompt(model, 20)
+    tokens = [*question, *servers.stock_answer(model, question, 48).tokens] * 3 + question
+    of_stock = servers.stock_answer(model, tokens, 48, *NGRAM)
+    assert of_stock.timings["draft_n"] > 0
+    server = servers.slots(model, 7 * N_USED, *NGRAM, EXPERT_BATCH=7)
+    assert server.complete(tokens, n=48) == of_stock
+    figures = experts(server)["slots"]
+    assert figures["looked_up"] > figures["runs"] * N_USED, "batches of several tokens were served"
+
+
+@pytest.mark.parametrize("model", EXACT)
+@pytest.mark.parametrize(("parallel", "batch"), [(2, 2), (5, 5), (8, 8), (8, 3)])
+def test_parallel_generation(servers: ExpertFleet, prompt, model: str, parallel: int, batch: int) -> None:
+    """Any split: batches of one token of each request; those above EXPERT_BATCH take the stock path."""
+    sizes = {"parallel": parallel, "ctx": 512 * parallel}
+    server = servers.slots(model, min(batch * N_USED, N_EXPERT), *NO_FLASH, EXPERT_BATCH=batch, sizes=sizes)
+    prompts = [prompt(model, 6 + i, seed=i) for i in range(parallel)]
+    answers = server.complete_all(prompts, n=32)
+    assert [a.tokens for a in answers] == [servers.stock_answer(model, p, 32, *NO_FLASH).tokens for p in prompts]
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_repeated_ids_in_a_batch(servers: ExpertFleet, model: str) -> None:
+    """One token eight times: the first layer's experts are copied once each, not once per token."""
+    server = servers.alone(model, N_EXPERT, EXPERT_BATCH=8)
+    try:
+        tokens = [777] * 8
+        assert server.complete(tokens, n=1) == servers.stock_answer(model, tokens, 1)
+        first = experts(server)["layers"][0]
+        assert first["looked_up"] >= 4 * N_USED, "a checkpoint may cut the batch in two"
+        assert first["missed"] <= first["looked_up"] // 2
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_a_thousand_steps(servers: ExpertFleet, prompt, model: str) -> None:
+    tokens = prompt(model, 3)
+    server = servers.slots(model, N_USED + 2)
+    assert server.complete(tokens, n=1100) == servers.stock_answer(model, tokens, 1100)
+    assert experts(server)["slots"]["evicted"] > 1000
+
+
+@pytest.mark.parametrize("ring", [0, 2, 3, 64])
+@pytest.mark.parametrize("restore", ["cold", "snapshot", "prompt"])
+def test_transactions(servers: ExpertFleet, prompt, restore: str, ring: int) -> None:
+    """Every policy and ring, prompts of one to four micro-batches with generation between them."""
+    check_transactions(servers, prompt, "qwen3moe", restore, ring)
+
+
+@pytest.mark.parametrize(("restore", "ring"), [("cold", 3), ("snapshot", 2), ("prompt", 0)])
+@pytest.mark.parametrize("model", ["qwen4exp", "qwen35moe"])
+def test_transactions_of_hybrid_models(servers: ExpertFleet, prompt, model: str, restore: str, ring: int) -> None:
+    check_transactions(servers, prompt, model, restore, ring)
+
+
+def check_transactions(servers: ExpertFleet, prompt, model: str, restore: str, ring: int, n_slots: int = 14) -> None:
+    server = servers.switching(model, n_slots, RESTORE=restore, RING=ring)
+    before = server.counters()
+    for n in ONE_TO_FOUR_PASSES:
+        for length in (n, 7):
+            tokens = prompt(model, length)
+            ubatch = PREFILL_UBATCH if length >= MIN_TOKENS else DECODE_UBATCH
+            assert server.complete(tokens, n=24) == servers.stock_answer(model, tokens, 24, ubatch=ubatch)
+    after = server.counters()
+    assert after["left"] - before["left"] == after["entered"] - before["entered"] == len(ONE_TO_FOUR_PASSES)
+    figures = experts(server)
+    assert figures["slots_per_layer"] == n_slots
+    assert bool(figures["ring"]["layers_streamed"]) == bool(ring)
+    assert "note" not in figures
+
+
+@pytest.mark.parametrize("model", VARIANTS)
+def test_other_experts(servers: ExpertFleet, prompt, model: str) -> None:
+    """Types that differ between layers, sizes that are no multiple of 16, fused gate and up, one expert, all used:
+    with few slots and with as many as experts, in both phases."""
+    n_expert = {"one-expert": 1, "all-used": 5}.get(model, N_EXPERT)
+    n_used = {"one-expert": 1, "one-used": 1, "all-used": 5}.get(model, N_USED)
+    for n_slots in (n_used, n_expert):
+        server = servers.switching(model, n_slots)
+        for n in (1, 7, 700, 7):
+            tokens = prompt(model, n)
+            ubatch = PREFILL_UBATCH if n >= MIN_TOKENS else DECODE_UBATCH
+            assert server.complete(tokens, n=16) == servers.stock_answer(model, tokens, 16, ubatch=ubatch), n
+        figures = experts(server)
+        assert figures["slots_per_layer"] == n_slots
+        assert figures["slots"]["missed"] > 0 and figures["ring"]["layers_streamed"] > 0
+        assert len(figures["layers"]) == N_LAYER and not figures["stock_layers"]
+
+
+@pytest.mark.parametrize("model", EXACT)
+@pytest.mark.parametrize("ring", [0, 2, 3])
+def test_two_prompts_at_once(servers: ExpertFleet, prompt, model: str, ring: int) -> None:
+    """Any split: two slots of the server in the prefill phase together."""
+    server = servers.switching(model, 9, *NO_FLASH, RING=ring, EXPERT_BATCH=2, sizes={"parallel": 2, "ctx": 4096})
+    prompts = [prompt(model, n, seed=n) for n in (900, 600)]
+    answers = server.complete_all(prompts, n=32)
+    assert [a.tokens for a in answers] == [servers.stock_answer(model, p, 32, *NO_FLASH).tokens for p in prompts]
+    assert server.phase()["phase"] == "decode"
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_cancel(servers: ExpertFleet, prompt, model: str) -> None:
+    """In the middle of a prompt and of an answer; the next answers are right, the slots as many as before."""
+    server = servers.switching(model, 10, sizes={"ctx": 8192})
+    aborted = server.counters()["aborted"]
+    with server.stream(prompt(model, 7000, seed=9)):
+        wait_until(lambda: server.phase()["phase"] == "prefill", "in the prefill phase")
+    wait_until(lambda: server.counters()["aborted"] == aborted + 1, "cancelled")
+    with server.stream(prompt(model, 400, seed=9), n=2000, n_probs=0) as pieces:
+        next(pieces)
+    for n in (5, 600):
+        tokens = prompt(model, n)
+        ubatch = PREFILL_UBATCH if n >= MIN_TOKENS else DECODE_UBATCH
+        assert server.complete(tokens) == servers.stock_answer(model, tokens, 24, ubatch=ubatch, ctx=8192)
+    assert (experts(server)["slots_per_layer"], experts(server)["ring_bytes"]) == (10, 0)
+
+
+def test_a_reused_prefix(servers: ExpertFleet, prompt) -> None:
+    """A second prompt that extends the first by few tokens (slots) and by many (ring)."""
+    model = "qwen3moe"
+    server, stock = servers.switching(model, 32, EXPERT_BATCH=8), servers.stock(model, *RAW)
+    for n in (500, 505, 900):
+        tokens = prompt(model, n)
+        assert server.complete(tokens, n=8, cache=True) == stock.complete(tokens, n=8, cache=True)
+
+
+@pytest.mark.parametrize("restore", ["cold", "snapshot", "prompt"])
+def test_a_prompt_and_the_working_set(servers: ExpertFleet, prompt, restore: str) -> None:
+    """After a long prompt the snapshot serves the same text without a miss; a cold start copies it all again."""
+    model = "qwen3moe"
+    server = servers.alone(model, N_EXPERT, PREFILL_MODE="transaction", PREFILL_UBATCH=PREFILL_UBATCH, RESTORE=restore)
+    try:
+        short = prompt(model, 1)
+        server.complete(short, n=100)
+        cold = missed(server)
+        assert 0 < cold <= N_EXPERT * N_LAYER
+        server.complete(prompt(model, 1500, seed=4), n=1)
+        before = missed(server)
+        server.complete(short, n=100)
+        again = missed(server) - before
+        assert server.counters()["left"] == 1
+        assert again > cold / 2 if restore == "cold" else again == 0, (cold, again)
+    finally:
+        server.stop()
+
+
+def test_slots_of_experts_that_the_prompt_used(servers: ExpertFleet, prompt) -> None:
+    """With few slots, right behind a prompt: what its end chose is needed again."""
+    model = "qwen3moe"
+    tokens, other = prompt(model, 1000, seed=6), prompt(model, 1, seed=7)
+    first_misses = {}
+    for restore in ("cold", "prompt"):
+        server = servers.switching(model, 8, RESTORE=restore)
+        server.complete(other, n=60)
+        before = missed(server)
+        server.complete(tokens, n=2)  # one decode step behind the prompt
+        first_misses[restore] = missed(server) - before
+    assert first_misses["cold"] >= (N_LAYER - 1) * N_USED
+    assert first_misses["prompt"] < first_misses["cold"]
