@@ -4,12 +4,14 @@ set(LLAMA_PHASE_SOURCES
     ${LLAMA_PHASE_ENGINE_DIR}/expert-arena.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/expert-cache.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/expert-graph.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/expert-ring.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/expert-store.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-api.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-config.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-context.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-group.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-stats.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/phase-swap.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/slot-policy.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/transaction.cpp
     )

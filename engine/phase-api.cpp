@@ -7,8 +7,6 @@
 
 #include "llama-context.h"
 
-#include "ggml.h"
-
 #include <algorithm>
 #include <cstring>
 
@@ -79,9 +77,7 @@ bool llama_phase_get_stats(const llama_context * ctx, llama_phase_stats * stats)
         filled.n_aborted      = s.n_aborted;
         filled.enter_ms_last  = s.enter_ms_last;
         filled.leave_ms_last  = s.leave_ms_last;
-        for (const auto & device : s.prefill ? s.prefill_memory : s.decode_memory) {
-            filled.buffer_bytes += device.buffer_bytes;
-        }
+        filled.buffer_bytes   = phase_total_bytes(s.prefill ? s.prefill_memory : s.decode_memory);
     }
     std::memcpy(stats, &filled, std::min<size_t>(stats->size, sizeof(filled)));
     return group != nullptr;
@@ -103,7 +99,7 @@ static int32_t write_text(const std::string & text, char * buf, size_t size) {
 }
 
 int32_t llama_phase_json(char * buf, size_t size) {
-    return write_text(phase_stats_json(phase_group::snapshot_of_oldest(), ggml_time_us()/1000.0), buf, size);
+    return write_text(phase_stats_json(phase_group::snapshot_of_oldest(), phase_now_ms()), buf, size);
 }
 
 int32_t llama_phase_prometheus(char * buf, size_t size) {

@@ -2,18 +2,12 @@
 
 #include "expert-cache.h"
 #include "phase-context.h"
-#include "phase-steps.h"
 
 #include "llama-impl.h"
-
-#include "ggml.h"
 
 #include <algorithm>
 #include <atomic>
 #include <stdexcept>
-
-// a prefill size that failed this often is not tried again until reset()
-static constexpr uint32_t MAX_FAILED_IN_A_ROW = 3;
 
 // The living groups, oldest first. Process-wide because the server's HTTP threads ask while contexts come and go (a sleeping server
 // frees them), so they must not hold a context.
@@ -21,25 +15,13 @@ static std::mutex                 registry_lock;
 static std::vector<phase_group *> registry;
 static std::atomic<bool>          failed_ever { false };
 
-static double now_ms() {
-    return ggml_time_us() / 1000.0;
-}
-
-static size_t sum_bytes(const std::vector<phase_device_memory> & memory) {
-    size_t sum = 0;
-    for (const auto & device : memory) {
-        sum += device.buffer_bytes;
-    }
-    return sum;
-}
-
 //
 // members
 //
 
 phase_group::phase_group(const phase_config & config, phase_context & leader) : config(config), members { &leader }, faults(config.faults) {
     stats.mode           = leader.ubatch_prefill > leader.ubatch_decode ? config.mode : PHASE_MODE_OFF;
-    stats.since_ms       = now_ms();
+    stats.since_ms       = phase_now_ms();
     stats.n_members      = 1;
     stats.ubatch_decode  = leader.ubatch_decode;
     stats.ubatch_prefill = leader.ubatch_prefill;
@@ -157,178 +139,6 @@ void phase_group::reset() {
     n_failed_in_a_row = 0;
 }
 
-//
-// transactions
-//
-
-phase_report phase_group::run(const std::vector<phase_step> & steps) {
-    if (config.mode == PHASE_MODE_BYPASS) {
-        auto idle = steps;
-        for (auto & step : idle) {
-            step.act = nullptr;
-        }
-        return phase_transaction_run(idle, faults, now_ms);
-    }
-    return phase_transaction_run(steps, faults, now_ms);
-}
-
-static std::function<int64_t()> for_each_member(const std::vector<phase_context *> & members, const std::function<int64_t(phase_context &)> & effect) {
-    return [&members, effect] {
-        int64_t bytes = 0;
-        for (auto * member : members) {
-            bytes += effect(*member);
-        }
-        return bytes;
-    };
-}
-
-// for attempts inside a step that has fallbacks
-std::function<void(const char *)> phase_group::fault_point() {
-    return [this](const char * step) {
-        if (faults.fires(step)) {
-            throw std::runtime_error("injected fault");
-        }
-    };
-}
-
-void phase_group::enter() {
-    if (n_failed_in_a_row >= MAX_FAILED_IN_A_ROW) {
-        std::lock_guard<std::mutex> guard(lock);
-        stats.n_blocked++;
-        return;
-    }
-
-    const auto fault = fault_point();
-
-    const auto quiesce  = for_each_member(members, [](phase_context & m) { m.quiesce(true); return 0; });
-    const auto remember = for_each_member(members, [](phase_context & m) { return m.remember_slots(); });
-    const auto drop     = for_each_member(members, [](phase_context & m) { return m.drop_buffers(); });
-    const auto decode   = for_each_member(members, [](phase_context & m) { return m.reserve_buffers(false); });
-    const auto free     = for_each_member(members, [](phase_context & m) { return m.free_slots(); });
-    const auto slots    = for_each_member(members, [&](phase_context & m) { return m.allocate_slots(fault) + m.refill_slots(); });
-    const auto ring     = for_each_member(members, [&](phase_context & m) { return m.allocate_ring(fault); });
-    const auto no_ring  = for_each_member(members, [](phase_context & m) { return m.free_ring(); });
-    const auto prefill  = for_each_member(members, [](phase_context & m) { return m.reserve_buffers(true); });
-
-    {
-        std::lock_guard<std::mutex> guard(lock);
-        note_memory(stats.decode_memory);
-    }
-
-    const phase_report report = run({
-        { PHASE_STEP_ENTER_QUIESCE,         quiesce,  "",                             nullptr },
-        { PHASE_STEP_ENTER_REMEMBER,        remember, "",                             nullptr },
-        { PHASE_STEP_ENTER_DROP_DECODE,     drop,     PHASE_STEP_UNDO_RESERVE_DECODE, decode  },
-        { PHASE_STEP_ENTER_FREE_SLOTS,      free,     PHASE_STEP_UNDO_ALLOCATE_SLOTS, slots   },
-        { PHASE_STEP_ENTER_ALLOCATE_RING,   ring,     PHASE_STEP_UNDO_FREE_RING,      no_ring },
-        { PHASE_STEP_ENTER_RESERVE_PREFILL, prefill,  PHASE_STEP_UNDO_DROP_PREFILL,   drop    },
-    });
-    log_steps(report);
-
-    {
-        std::lock_guard<std::mutex> guard(lock);
-        stats.last           = report;
-        stats.last_enter     = report;
-        note_experts();
-        stats.last_direction = "enter";
-        stats.enter.add(report.ms / 1000.0);
-        stats.enter_ms_last  = report.ms;
-        if (report.outcome == PHASE_COMMITTED) {
-            stats.n_entered++;
-            stats.prefill  = true;
-            stats.since_ms = now_ms();
-            note_memory(stats.prefill_memory);
-        } else if (report.outcome == PHASE_ROLLED_BACK) {
-            stats.n_rolled_back++;
-            stats.last_failure = report.failed_step + ": " + report.reason;
-        }
-    }
-
-    switch (report.outcome) {
-        case PHASE_COMMITTED:
-            n_failed_in_a_row = 0;
-            if (config.log >= PHASE_LOG_INFO) {
-                LLAMA_LOG_INFO("llama-phase: prefill phase entered in %.1f ms, ubatch %u -> %u, compute buffers %.1f -> %.1f MiB\n",
-                        report.ms, stats.ubatch_decode, stats.ubatch_prefill,
-                        sum_bytes(stats.decode_memory)/1024.0/1024.0, sum_bytes(stats.prefill_memory)/1024.0/1024.0);
-            }
-            emit(LLAMA_PHASE_EVENT_ENTERED, report);
-            break;
-        case PHASE_ROLLED_BACK:
-            ++n_failed_in_a_row;
-            LLAMA_LOG_WARN("llama-phase: prefill phase not entered, the prompt runs at ubatch %u: step %s failed: %s%s\n", stats.ubatch_decode,
-                    report.failed_step.c_str(), report.reason.c_str(),
-                    n_failed_in_a_row == MAX_FAILED_IN_A_ROW ? " (not tried again until a reset)" : "");
-            emit(LLAMA_PHASE_EVENT_ROLLED_BACK, report);
-            break;
-        case PHASE_BROKEN:
-            fail("rolling back step " + report.failed_step + " failed: " + report.reason);
-            emit(LLAMA_PHASE_EVENT_FAILED, report);
-            break;
-    }
-}
-
-void phase_group::leave() {
-    const auto fault = fault_point();
-
-    const auto quiesce  = for_each_member(members, [](phase_context & m) { m.quiesce(false); return 0; });
-    const auto remember = for_each_member(members, [](phase_context & m) { return m.remember_slots(); });
-    const auto drop     = for_each_member(members, [&](phase_context & m) { return m.drop_buffers(); });
-    const auto no_ring  = for_each_member(members, [](phase_context & m) { return m.free_ring(); });
-    const auto slots    = for_each_member(members, [&](phase_context & m) { return m.allocate_slots(fault); });
-    const auto no_slots = for_each_member(members, [](phase_context & m) { return m.free_slots(); });
-    const auto refill   = for_each_member(members, [](phase_context & m) { return m.refill_slots(); });
-    const auto decode   = for_each_member(members, [](phase_context & m) { return m.reserve_buffers(false); });
-    const auto retry    = [&] { return drop() + no_ring() + no_slots() + decode(); };
-
-    // quiesce comes first for the copies in flight; what the prompt chose is read before the slots' state is written anew
-    phase_report report = run({
-        { PHASE_STEP_LEAVE_QUIESCE,        [&] { return quiesce() + remember(); }, "", nullptr },
-        { PHASE_STEP_LEAVE_DROP_PREFILL,   drop,    "", nullptr },
-        { PHASE_STEP_LEAVE_FREE_RING,      no_ring, "", nullptr },
-        { PHASE_STEP_LEAVE_ALLOCATE_SLOTS, slots,   "", nullptr },
-        { PHASE_STEP_LEAVE_REFILL,         refill,  "", nullptr },
-        { PHASE_STEP_LEAVE_RESERVE_DECODE, decode,  "", nullptr },
-    });
-    if (report.outcome != PHASE_COMMITTED) {
-        LLAMA_LOG_WARN("llama-phase: leaving the prefill phase: step %s failed, retrying without slots: %s\n", report.failed_step.c_str(), report.reason.c_str());
-        const phase_report second = run({ { PHASE_STEP_LEAVE_RETRY_DECODE, retry, "", nullptr } });
-        report.steps.insert(report.steps.end(), second.steps.begin(), second.steps.end());
-        report.ms += second.ms;
-        if (second.outcome == PHASE_COMMITTED) {
-            report.outcome = PHASE_COMMITTED;
-        } else {
-            report.outcome = PHASE_BROKEN;
-            report.reason += "; then " + second.failed_step + ": " + second.reason;
-        }
-    }
-    log_steps(report);
-
-    {
-        std::lock_guard<std::mutex> guard(lock);
-        stats.last           = report;
-        stats.last_direction = "leave";
-        note_experts();
-        stats.leave.add(report.ms / 1000.0);
-        stats.leave_ms_last  = report.ms;
-        stats.prefill        = false;
-        stats.since_ms       = now_ms();
-        if (report.outcome == PHASE_COMMITTED) {
-            stats.n_left++;
-            note_memory(stats.decode_memory);
-        }
-    }
-    if (report.outcome == PHASE_COMMITTED) {
-        if (config.log >= PHASE_LOG_INFO) {
-            LLAMA_LOG_INFO("llama-phase: prefill phase left in %.1f ms, ubatch %u -> %u\n", report.ms, stats.ubatch_prefill, stats.ubatch_decode);
-        }
-        emit(LLAMA_PHASE_EVENT_LEFT, report);
-    } else {
-        fail("step " + report.failed_step + " failed: " + report.reason);
-        emit(LLAMA_PHASE_EVENT_FAILED, report);
-    }
-}
-
 void phase_group::fail(const std::string & reason) {
     LLAMA_LOG_ERROR("llama-phase: no decode buffers, this context cannot compute any more: %s\n", reason.c_str());
     for (auto * member : members) {
@@ -384,7 +194,7 @@ void phase_group::emit(llama_phase_event_type type, const phase_report & report)
     if (callback) {
         const llama_phase_event event = {
             type, report.ms, stats.prefill ? stats.ubatch_prefill : stats.ubatch_decode,
-            sum_bytes(stats.prefill ? stats.prefill_memory : stats.decode_memory), report.failed_step.c_str(), report.reason.c_str(),
+            phase_total_bytes(stats.prefill ? stats.prefill_memory : stats.decode_memory), report.failed_step.c_str(), report.reason.c_str(),
         };
         callback(&event, user_data);
     }

@@ -3,6 +3,7 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 
 using json = nlohmann::ordered_json;
@@ -16,6 +17,10 @@ void phase_histogram::add(double seconds) {
             return;
         }
     }
+}
+
+double phase_now_ms() {
+    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 const char * phase_outcome_name(phase_outcome outcome) {
@@ -39,7 +44,7 @@ static json memory_json(const std::vector<phase_device_memory> & memory) {
     return list;
 }
 
-static size_t total_bytes(const std::vector<phase_device_memory> & memory) {
+size_t phase_total_bytes(const std::vector<phase_device_memory> & memory) {
     size_t sum = 0;
     for (const auto & device : memory) {
         sum += device.buffer_bytes;
@@ -253,8 +258,8 @@ std::string phase_stats_prometheus(const phase_stats & stats) {
     text.one("llama_phase_aborted_total",     "counter", "Long prompts that ended before their first token.",            (double) stats.n_aborted);
 
     text.family("llama_phase_compute_buffer_bytes", "gauge", "Compute buffers of each phase; only one phase's are held at a time.");
-    text.sample("llama_phase_compute_buffer_bytes{phase=\"decode\"}",  (double) total_bytes(stats.decode_memory));
-    text.sample("llama_phase_compute_buffer_bytes{phase=\"prefill\"}", (double) total_bytes(stats.prefill_memory));
+    text.sample("llama_phase_compute_buffer_bytes{phase=\"decode\"}",  (double) phase_total_bytes(stats.decode_memory));
+    text.sample("llama_phase_compute_buffer_bytes{phase=\"prefill\"}", (double) phase_total_bytes(stats.prefill_memory));
 
     text.family("llama_phase_swap_seconds", "histogram", "Duration of a transaction.");
     text.histogram("llama_phase_swap_seconds", "direction=\"enter\"", stats.enter);

@@ -88,6 +88,12 @@ struct phase_stats {
     std::vector<expert_stats> experts; // one per member that has experts in host memory; filled by the snapshot
 };
 
+// compute buffers of all devices
+size_t phase_total_bytes(const std::vector<phase_device_memory> & memory);
+
+// monotonic; the clock of all times here
+double phase_now_ms();
+
 std::string phase_stats_json(const phase_stats & stats, double now_ms);
 std::string phase_stats_prometheus(const phase_stats & stats);
 

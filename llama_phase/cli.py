@@ -119,6 +119,77 @@ def demo() -> None:
 
 
 @app.command()
+def plan(
+    model: Annotated[Path, typer.Argument(help="GGUF file; of a split model the first shard.")],
+    vram: Annotated[str | None, typer.Option(help="Free GiB of each GPU, like 24,24 [default: as here].")] = None,
+    ram: Annotated[str | None, typer.Option(help="GiB of RAM [default: as here].")] = None,
+    pcie: Annotated[str | None, typer.Option(help="Link of the GPUs, for example 3x16 or 4x16,4x8.")] = None,
+    ctx: Annotated[int | None, typer.Option(help="Context in tokens [default: the model's].")] = None,
+    slots: Annotated[str | None, typer.Option(help="Experts per layer on the GPU, or auto [default: auto].")] = None,
+    ubatch: Annotated[int | None, typer.Option(help="Micro-batch of the decode phase [default: 512].")] = None,
+    prefill_ubatch: Annotated[int | None, typer.Option(help="Micro-batch of the prefill [default: 2048].")] = None,
+    facts: Annotated[Path | None, typer.Option(help="Facts of another machine (`doctor --record`).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Say what a model will need, before it is loaded. Exit code 1: it does not fit."""
+    from llama_phase.gguf_facts import read_facts
+    from llama_phase.given_machine import read_machine, with_given
+    from llama_phase.hardware import probe
+    from llama_phase.plan import make_plan
+    from llama_phase.plan_choices import Choices
+    from llama_phase.plan_report import Report
+    from llama_phase.plan_text import lines
+    from llama_phase.settings import Settings
+
+    settings = Settings.load(model=model, ctx=ctx, expert_slots=slots, ubatch=ubatch, prefill_ubatch=prefill_ubatch)
+    about = read_facts(model)
+    machine = with_given(read_machine(facts) if facts else probe(), vram=vram, ram=ram, pcie=pcie)
+    report = Report(about, machine, make_plan(about, machine, Choices.of(settings, about)))
+    print(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(lines(report)))
+    raise typer.Exit(0 if report.plan.fits else 1)
+
+
+@app.command()
+def doctor(
+    model: Annotated[Path | None, typer.Argument(help="A model to check, and to compare memory with.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port that should be free [default: 8080].")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    record: Annotated[Path | None, typer.Option(help="Write the machine's facts here, for `plan --facts`.")] = None,
+) -> None:
+    """Check machine, engine and model, changing nothing. Exit code 1: there is a problem."""
+    from dataclasses import asdict
+
+    from llama_phase.doctor import examine, exit_code
+    from llama_phase.hardware import probe, to_json
+    from llama_phase.settings import Settings
+
+    named = model or (Path(os.environ["LLAMA_PHASE_MODEL"]) if os.environ.get("LLAMA_PHASE_MODEL") else None)
+    settings = Settings.load(model=named or Path(), port=port)
+    machine = probe()
+    if record is not None:
+        try:
+            record.write_text(to_json(machine), encoding="utf-8")
+        except OSError as error:
+            raise LlamaPhaseError(f"cannot write {record}: {error.strerror}", fix="choose another place") from None
+    checks = examine(
+        machine,
+        root=Path(__file__).resolve().parent.parent,
+        state=settings.state_path,
+        hosts=settings.tcp_hosts,
+        port=settings.port,
+        model=named,
+        binary=settings.server_binary,
+    )
+    if as_json:
+        print(json.dumps({"checks": [asdict(check) for check in checks], "machine": asdict(machine)}, indent=2))
+    else:
+        for check in checks:
+            fix = f"  (fix: {check.fix})" if check.fix else ""
+            print(f"{check.result:8} {check.name:14} {check.text}{fix}")
+    raise typer.Exit(exit_code(checks))
+
+
+@app.command()
 def env(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
     """Show every LLAMA_PHASE_* variable, its value for `serve`, and where that comes from."""
     from llama_phase.env import describe, scan

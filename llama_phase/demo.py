@@ -48,7 +48,8 @@ Begin = Callable[[str, int], AbstractContextManager[Step]]  # a part of the work
 
 
 def run(models: Sequence[str] = tuple(MODELS), *, quick: bool = False, console: Console | None = None) -> None:
-    """Run the demo and print its table. `models`: names in MODELS; `quick`: one text of a kind, no warm-up.
+    """Run the demo and print its table. `models`: names in MODELS; `quick`: one text of a kind, no warm-up,
+    and one thread, which does not wait for others on a busy machine.
 
     Raises LlamaPhaseError (exit code 1) when tokens differ, and what engine_info, the models and Server raise. Whatever
     ends it, SIGTERM and SIGHUP included, no server is left running and no half file.
@@ -78,6 +79,7 @@ def _measure_all(models: Sequence[DemoModel], quick: bool, console: Console) -> 
     engine = engine_info("auto")
     stock = _stock_of(engine)
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = 1 if quick else threads
     for line in opening(models, engine, stock, threads):
         say(line)
     busy = psutil.cpu_percent(0.3)

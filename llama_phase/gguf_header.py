@@ -74,9 +74,16 @@ class Header:
         """Size the file must have for the tensors it lists; tensors of types unknown here count as empty."""
         end = self.data_start_bytes if self.tensors else 0
         for dims, kind, offset in self.tensors.values():
-            elements, size = _BLOCKS.get(kind, (1, 0))
-            end = max(end, self.data_start_bytes + offset + prod(dims) // elements * size)
+            end = max(end, self.data_start_bytes + offset + (tensor_bytes(dims, kind) or 0))
         return end
+
+
+def tensor_bytes(dims: tuple[int, ...], kind: int) -> int | None:
+    """Size of a tensor of this ggml type without padding, None when the type is unknown here."""
+    if kind not in _BLOCKS:
+        return None
+    elements, size = _BLOCKS[kind]
+    return prod(dims) // elements * size
 
 
 def read_header(path: Path) -> Header:

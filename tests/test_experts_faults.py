@@ -33,7 +33,7 @@ def start(servers: ExpertFleet) -> Iterator[Callable[..., EngineServer]]:
     started: list[EngineServer] = []
 
     def start_one(model: str, *args: str, n_slots: int = N_SLOTS, **more) -> EngineServer:
-        started.append(servers.alone(model, n_slots, *args, **TRANSACTION, **more))
+        started.append(servers.alone(model, n_slots, *args, **(TRANSACTION | more)))
         return started[-1]
 
     yield start_one
@@ -242,16 +242,10 @@ def test_fewer_slots_than_were_remembered(start, check, restore: str) -> None:
     assert_sane(server)
 
 
-@pytest.mark.parametrize("mode", ["bypass"])
-def test_bypass_keeps_the_slots(servers: ExpertFleet, prompt, mode: str) -> None:
+def test_bypass_keeps_the_slots(start, check) -> None:
     """All bookkeeping, no switch: the slots stay, the prompt runs at the small micro-batch."""
     model = "qwen3moe"
-    server = servers.alone(model, N_SLOTS, PREFILL_MODE=mode, PREFILL_UBATCH=PREFILL_UBATCH)
-    try:
-        for n in (N_SHORT, N_LONG, N_SHORT):
-            tokens = prompt(model, n, seed=n)
-            assert server.complete(tokens, n=N_ANSWER) == servers.stock_answer(model, tokens, N_ANSWER)
-        assert slots_of(server) == [N_SLOTS] and server.counters()["left"] == 1
-        assert_sane(server)
-    finally:
-        server.stop()
+    server = start(model, PREFILL_MODE="bypass")
+    check(server, model, switched=False)
+    assert slots_of(server) == [N_SLOTS] and server.counters()["left"] == 1
+    assert_sane(server)

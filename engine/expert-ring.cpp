@@ -1,0 +1,101 @@
+// The ring of an expert_cache: memory, the place of each layer in it, and its life.
+
+#include "expert-cache.h"
+
+#include "phase-steps.h"
+
+#include "llama-impl.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+static constexpr int32_t RING_REGIONS_AUTO = 3;
+
+int32_t expert_cache::ring_regions_wanted() const {
+    return config.ring_regions < 0 ? RING_REGIONS_AUTO : config.ring_regions;
+}
+
+size_t expert_cache::allocate_ring(int32_t n, const fault_point & fault) {
+    const auto aligned = [](size_t size) { return (size + 255)/256*256; };
+
+    int32_t n_max = 0;
+    for (const auto & [dev, order] : ring_order) {
+        n_max = std::max(n_max, (int32_t) order.size());
+    }
+    // two are the fewest that overlap, even over a single layer
+    for (n = std::min(n, std::max(n_max, 2)); n >= 2 && n_max > 0; --n) {
+        try {
+            fault(PHASE_STEP_RING_ALLOCATE);
+            for (auto & [dev, order] : ring_order) {
+                auto * buft = ggml_backend_dev_buffer_type(dev);
+                size_t region_bytes = 0;
+                for (const auto & layer : layers) {
+                    size_t layer_bytes = 0;
+                    for (const auto * weight : layer.host->weights) {
+                        layer_bytes += aligned(ggml_backend_buft_get_alloc_size(buft, weight));
+                    }
+                    region_bytes = std::max(region_bytes, layer.host->dev == dev ? layer_bytes : 0);
+                }
+                const int32_t regions = std::min<int32_t>(n, (int32_t) order.size());
+                ring_arena.reserve(dev, regions*region_bytes);
+
+                for (auto & layer : layers) {
+                    if (layer.host->dev != dev) {
+                        continue;
+                    }
+                    size_t offset = (layer.stream.position % regions)*region_bytes;
+                    for (size_t i = 0; i < layer.host->weights.size(); ++i) {
+                        const auto * weight = layer.host->weights[i];
+                        const size_t size   = ggml_backend_buft_get_alloc_size(buft, weight);
+                        layer.ring.push_back(ring_arena.place(weight, dev, offset));
+                        layer.stream.tensors[i].dst = (uint8_t *) layer.ring.back()->data;
+                        layer.stream.tensors[i].pad = size - ggml_nbytes(weight);
+                        offset += aligned(size);
+                    }
+                }
+                rings[dev] = { regions, (int32_t) order.size(), order.data(), nullptr };
+                for (auto * stream : order) {
+                    stream->ring = &rings[dev];
+                }
+            }
+            n_regions = n;
+            return ring_arena.bytes();
+        } catch (const std::exception & error) {
+            free_ring();
+            note = format("no memory for a ring of %d layers: %s", n, error.what());
+            LLAMA_LOG_WARN("llama-phase: %s\n", note.c_str());
+        }
+    }
+    return 0;
+}
+
+void expert_cache::start_ring(const backend_map & backends) {
+    for (auto & [dev, ring] : rings) {
+        if (const auto * api = phase_backend_api_of(dev)) {
+            api->ring_start(backends.at(dev), &ring);
+        }
+    }
+}
+
+void expert_cache::set_last_pass(bool last) {
+    for (auto & entry : rings) {
+        entry.second.last_pass = last;
+    }
+}
+
+size_t expert_cache::free_ring() {
+    for (auto & [dev, ring] : rings) {
+        if (const auto * api = phase_backend_api_of(dev)) {
+            api->ring_free(&ring);
+        }
+    }
+    rings.clear();
+    const size_t bytes = ring_arena.bytes();
+    ring_arena.clear();
+    for (auto & layer : layers) {
+        layer.ring.clear();
+        layer.stream.ring = nullptr;
+    }
+    n_regions = 0;
+    return bytes;
+}

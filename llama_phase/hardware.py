@@ -1,0 +1,225 @@
+"""Facts about a machine, no decisions: GPUs with their links, driver, memory, limits.
+
+A fact that cannot be had is None and its reason is in ``Machine.unknown``; probing never raises. The facts round-trip
+through JSON, so that those of a server can be planned with elsewhere (`doctor --record FILE`, `plan --facts FILE`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from llama_phase.errors import UsageError
+
+UNLIMITED = -1  # of memlock_bytes
+_MIB = 1 << 20
+_SMI_FIELDS = (
+    "index,name,memory.total,memory.free,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,"
+    "pcie.link.width.max,compute_cap,driver_version"
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. The negotiated PCIe generation is that of the moment: an idle GPU lowers it."""
+
+    index: int
+    name: str
+    vram_total_bytes: int | None = None
+    vram_free_bytes: int | None = None
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    compute_capability: str | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine. None is unknown; `unknown` says why, by the name of the fact (or `gpus`)."""
+
+    gpus: tuple[Gpu, ...] = ()
+    driver_version: str | None = None
+    cuda_version: str | None = None  # the newest that the driver can run
+    ram_total_bytes: int | None = None
+    ram_available_bytes: int | None = None
+    memlock_bytes: int | None = None  # UNLIMITED: no limit
+    numa_nodes: int | None = None
+    hugepages: int | None = None  # reserved ones, of the default size
+    hugepage_bytes: int | None = None
+    cores: int | None = None
+    unknown: dict[str, str] = field(default_factory=dict)
+
+
+def to_json(machine: Machine) -> str:
+    return _adapter().dump_json(machine, indent=1).decode() + "\n"
+
+
+def from_json(text: str, name: str) -> Machine:
+    """Facts recorded with ``to_json``. Raises UsageError (with `name`, the file) when they are none."""
+    from pydantic import ValidationError
+
+    try:
+        return _adapter().validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(
+            f"{name} holds no machine facts: {where + ': ' if where else ''}{first['msg']}",
+            fix="record them on that machine: `llama-phase doctor --record FILE`",
+        ) from None
+
+
+def _adapter() -> Any:
+    from pydantic import ConfigDict, TypeAdapter, with_config
+
+    return TypeAdapter(with_config(ConfigDict(extra="forbid"))(Machine))
+
+
+def probe(
+    *,
+    nvml: Callable[[], Any] = lambda: importlib.import_module("pynvml"),
+    run: Callable[[Sequence[str]], str] | None = None,
+    root: Path = Path("/"),
+) -> Machine:
+    """The facts of this machine. Injected: the NVML module, a program runner, the root of /proc and /sys."""
+    unknown: dict[str, str] = {}
+    facts: dict[str, Any] = {}
+
+    def fact(names: str, read: Callable[[], Any]) -> None:
+        """Facts of one reading, unknown together; whatever a reading raises is only a reason."""
+        try:
+            values = read()
+            facts.update(zip(names.split(), values, strict=True) if " " in names else [(names, values)])
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            unknown.update(dict.fromkeys(names.split(), reason[:200]))
+
+    def gpus() -> tuple[tuple[Gpu, ...], str | None, str | None]:
+        try:
+            return _gpus_of_nvml(nvml())
+        except Exception:  # not installed, or no NVIDIA library: the program knows the same
+            try:
+                return _gpus_of_smi(run or _run)
+            except FileNotFoundError:
+                raise LookupError("neither the NVIDIA library nor nvidia-smi is here") from None
+
+    fact("gpus driver_version cuda_version", gpus)
+    fact("ram_total_bytes ram_available_bytes", lambda: _memory(root))
+    fact("memlock_bytes", _memlock)
+    nodes = root / "sys/devices/system/node"
+    fact("numa_nodes", lambda: len(list(nodes.glob("node[0-9]*"))) or _absent("NUMA nodes"))
+    fact("hugepages hugepage_bytes", lambda: _hugepages((root / "proc/meminfo").read_text()))
+    fact("cores", lambda: len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    return Machine(**facts, unknown=unknown)
+
+
+def _absent(what: str) -> Any:
+    raise LookupError(f"the system lists no {what}")
+
+
+def _run(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode:
+        raise OSError(f"{command[0]} failed: {(done.stdout + done.stderr).strip()[:150]}")
+    return done.stdout
+
+
+def _gpus_of_nvml(nvml: Any) -> tuple[tuple[Gpu, ...], str | None, str | None]:
+    nvml.nvmlInit()
+    try:
+
+        def ask(function: str, *arguments: Any) -> Any:
+            try:
+                return getattr(nvml, function)(*arguments)
+            except Exception:  # NVMLError_NotSupported, or an older library
+                return None
+
+        def text(value: Any) -> str | None:
+            return value.decode() if isinstance(value, bytes) else value
+
+        found = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            memory = ask("nvmlDeviceGetMemoryInfo", handle)
+            capability = ask("nvmlDeviceGetCudaComputeCapability", handle)
+            gpu = Gpu(
+                index,
+                text(ask("nvmlDeviceGetName", handle)) or f"GPU {index}",
+                memory and int(memory.total),
+                memory and int(memory.free),
+                ask("nvmlDeviceGetCurrPcieLinkGeneration", handle),
+                ask("nvmlDeviceGetMaxPcieLinkGeneration", handle),
+                ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
+                ask("nvmlDeviceGetMaxPcieLinkWidth", handle),
+                "{}.{}".format(*capability) if capability else None,
+            )
+            found.append(gpu)
+        cuda = ask("nvmlSystemGetCudaDriverVersion")
+        return (
+            tuple(found),
+            text(ask("nvmlSystemGetDriverVersion")),
+            f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
+        )
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpus_of_smi(run: Callable[[Sequence[str]], str]) -> tuple[tuple[Gpu, ...], str | None, str | None]:
+    found, driver = [], None
+    for line in run(["nvidia-smi", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader,nounits"]).splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != len(_SMI_FIELDS.split(",")):
+            continue
+        numbers = [int(cell) if cell.isdigit() else None for cell in cells]
+        total, free = (None if mib is None else mib * _MIB for mib in numbers[2:4])
+        capability = cells[8] if cells[8][:1].isdigit() else None
+        gpu = Gpu(numbers[0] or 0, cells[1], total, free, numbers[4], numbers[5], numbers[6], numbers[7], capability)
+        found.append(gpu)
+        driver = cells[9]
+    return tuple(found), driver, _cuda_of_smi(run)
+
+
+def _cuda_of_smi(run: Callable[[Sequence[str]], str]) -> str | None:
+    words = run(["nvidia-smi"]).replace("|", " ").split()
+    for index, word in enumerate(words[:-2]):
+        if word == "CUDA" and words[index + 1] == "Version:":
+            return words[index + 2]
+    return None
+
+
+def _memory(root: Path) -> tuple[int, int]:
+    """Total and available; a container's limit (cgroup v2) counts when it is lower."""
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
+    limit = root / "sys/fs/cgroup/memory.max"
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        used = int((root / "sys/fs/cgroup/memory.current").read_text())
+        statistics = _numbers((root / "sys/fs/cgroup/memory.stat").read_text())
+        used -= statistics.get("inactive_file", 0) + statistics.get("active_file", 0)  # page cache gives way
+        total, available = min(total, int(text)), min(available, max(int(text) - used, 0))
+    return total, available
+
+
+def _memlock() -> int:
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+def _hugepages(meminfo: str) -> tuple[int, int]:
+    numbers = _numbers(meminfo)
+    return numbers["HugePages_Total"], numbers["Hugepagesize"] * 1024
+
+
+def _numbers(text: str) -> Mapping[str, int]:
+    rows = (line.replace(":", " ").split() for line in text.splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}

@@ -1,0 +1,242 @@
+"""What a server will need, before it is started: bytes per device and phase, slots, ring. Pure: facts in, plan out.
+
+    VRAM of a device, decode phase    context | dense weights | K/V, state | compute (ubatch)         | slots | reserve
+    the same, prefill phase           context | dense weights | K/V, state | compute (prefill ubatch) | ring
+
+All experts are planned in host memory (`-ngl 99 --cpu-moe`), layers split by free memory, slots and ring sized as the
+engine does it (engine/expert-cache.cpp). Weights, K/V, state, slots and ring are
+computed; ``ESTIMATES`` names the rest.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+
+from llama_phase.errors import UsageError
+from llama_phase.gguf_facts import LayerFacts, ModelFacts
+from llama_phase.hardware import Machine
+from llama_phase.plan_choices import KV_TYPES, Choices
+
+_MIB = 1 << 20
+RESERVE_BYTES = 512 * _MIB  # of engine/expert-cache.cpp: never taken by slots
+
+CONTEXT_BYTES = 500 * _MIB  # what a CUDA process takes before it loads anything
+COMPUTE_BYTES_PER_TOKEN = 0.34 * _MIB  # per token of the micro-batch, at this width:
+COMPUTE_N_EMBD = 2560
+INDEXER_BYTES = 4.6  # per token of the micro-batch and K/V cell: scores and masks of the indexer's selection
+ESTIMATES = (
+    "compute buffers: 0.34 MiB per token of the micro-batch at n_embd 2560, in proportion to n_embd; for indexer "
+    "models 4.6 bytes more per token and K/V cell; without slots and ring one layer's experts, which stock uploads there",
+    "context: 500 MiB per GPU for CUDA itself",
+)
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """Bytes of one device. `*_short_bytes`: by how much a phase does not fit, 0 when it does."""
+
+    name: str
+    free_bytes: int
+    layers: int
+    moe_layers: int
+    experts_bytes: int  # of its layers, in host memory: what one pass streams over its link
+    expert_bytes: int  # one expert of each of its layers: what a slot more takes
+    context_bytes: int
+    dense_bytes: int
+    kv_bytes: int
+    state_bytes: int
+    decode_compute_bytes: int
+    prefill_compute_bytes: int
+    slots_bytes: int = 0
+    ring_bytes: int = 0
+    decode_short_bytes: int = 0
+    prefill_short_bytes: int = 0
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self.context_bytes + self.dense_bytes + self.kv_bytes + self.state_bytes
+
+    @property
+    def decode_bytes(self) -> int:
+        return self.fixed_bytes + self.decode_compute_bytes + self.slots_bytes
+
+    @property
+    def prefill_bytes(self) -> int:
+        return self.fixed_bytes + self.prefill_compute_bytes + self.ring_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Slots are per layer; `slots_needed` are the fewest the engine accepts, `slots_fit` the most that fit."""
+
+    choices: Choices
+    devices: tuple[DevicePlan, ...]
+    slots: int
+    slots_needed: int
+    slots_fit: int
+    ring_regions: int
+    pinned_bytes: int
+    host_bytes: int  # all that is read from host memory: experts, embedding tables
+    host_short_bytes: int | None  # None: the machine's memory is unknown
+
+    @property
+    def fits_vram(self) -> bool:
+        return not any(device.decode_short_bytes or device.prefill_short_bytes for device in self.devices)
+
+    @property
+    def fits(self) -> bool:
+        return self.fits_vram and not self.host_short_bytes
+
+
+def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
+    """Raises UsageError: no GPU, one whose memory is unknown, or fewer slots than the engine accepts."""
+    free = []
+    for gpu in machine.gpus:
+        bytes_ = gpu.vram_free_bytes if gpu.vram_free_bytes is not None else gpu.vram_total_bytes
+        if bytes_ is None:
+            raise UsageError(f"the memory of GPU {gpu.index} is unknown", fix="give it: --vram GIB[,GIB]")
+        free.append(bytes_)
+    if not free or not any(free):
+        reason = machine.unknown.get("gpus", "none is there")
+        raise UsageError(f"no GPU to plan for: {reason}", fix="give the memory of each: --vram GIB[,GIB]")
+
+    bare = [
+        _bare_device(facts, choices, f"GPU {gpu.index}", free[i], layers, i == _device_of_output(free, facts))
+        for i, (gpu, layers) in enumerate(zip(machine.gpus, _split(facts, free), strict=True))
+    ]
+    needed = max((min(x.n_expert, facts.n_used * choices.expert_batch) for x in facts.moe_layers), default=0)
+    if needed and choices.slots and choices.slots < needed:
+        raise UsageError(
+            f"{choices.slots} slots are too few: {needed} are needed ({facts.n_used} experts per token x "
+            f"{choices.expert_batch}, LLAMA_PHASE_EXPERT_BATCH)",
+            fix=f"--slots {needed} or more, or a smaller LLAMA_PHASE_EXPERT_BATCH",
+        )
+    most = max((layer.n_expert for layer in facts.moe_layers), default=0)
+    rooms = [_slot_room(device, choices, i) for i, device in enumerate(bare)]
+    fit = min(
+        (int(max(room, 0) // d.expert_bytes) for d, room in zip(bare, rooms, strict=True) if d.expert_bytes),
+        default=0,
+    )
+    fit = min(fit, most)
+    wanted = min(choices.slots, most) if choices.slots is not None else fit if fit >= needed else needed
+    regions = _ring_regions(facts, choices, bare, wanted)
+    devices = []
+    for i, (device, layers) in enumerate(zip(bare, _split(facts, free), strict=True)):
+        slots_bytes = sum(layer.expert_bytes * min(wanted, layer.n_expert) for layer in layers)
+        ring_bytes = _ring_bytes(layers, regions)
+        prefill = device.prefill_compute_bytes
+        if choices.switches and not regions:
+            prefill += _uploaded_bytes(layers)
+        short = slots_bytes - rooms[i] if slots_bytes or rooms[i] < 0 else 0
+        over = device.fixed_bytes + prefill + ring_bytes - device.free_bytes if choices.switches else 0
+        over = max(over, prefill + ring_bytes - choices.budget(i)) if choices.switches else 0
+        devices.append(
+            DevicePlan(
+                **vars(device)
+                | {
+                    "slots_bytes": slots_bytes,
+                    "ring_bytes": ring_bytes,
+                    "prefill_compute_bytes": prefill if choices.switches else 0,
+                    "decode_short_bytes": max(0, int(short)),
+                    "prefill_short_bytes": max(0, int(over)),
+                }
+            )
+        )
+    host = facts.experts_bytes + facts.input_bytes + sum(layer.host_extra_bytes for layer in facts.served_layers)
+    ram = machine.ram_available_bytes if machine.ram_available_bytes is not None else machine.ram_total_bytes
+    return Plan(
+        choices=choices,
+        devices=tuple(devices),
+        slots=wanted,
+        slots_needed=needed,
+        slots_fit=fit,
+        ring_regions=regions,
+        pinned_bytes=facts.experts_bytes if wanted else 0,
+        host_bytes=host,
+        host_short_bytes=None if ram is None else max(0, host - ram),
+    )
+
+
+def _split(facts: ModelFacts, free: list[int]) -> list[list[LayerFacts]]:
+    """Layers of each device: llama.cpp splits them, MTP layers and the output by free memory."""
+    devices: list[list[LayerFacts]] = [[] for _ in free]
+    for layer in facts.served_layers:
+        devices[_device_of(layer.index, free, facts)].append(layer)
+    return devices
+
+
+def _device_of(index: int, free: list[int], facts: ModelFacts) -> int:
+    ends = [end / sum(free) for end in accumulate(free)]
+    return min(bisect_right(ends, index / (len(facts.layers) + 1)), len(free) - 1)
+
+
+def _device_of_output(free: list[int], facts: ModelFacts) -> int:
+    return _device_of(len(facts.layers), free, facts)
+
+
+def _bare_device(
+    facts: ModelFacts, choices: Choices, name: str, free: int, layers: list[LayerFacts], has_output: bool
+) -> DevicePlan:
+    """Without slots and ring. A device without layers takes nothing but its context."""
+
+    def compute(ubatch: int) -> int:
+        if not layers:
+            return 0
+        tokens = min(ubatch, choices.ctx)
+        width = COMPUTE_BYTES_PER_TOKEN * facts.n_embd / COMPUTE_N_EMBD
+        indexer = INDEXER_BYTES * choices.cells if any(layer.indexer_k for layer in layers) else 0
+        return int(tokens * (width + indexer))
+
+    k, v = KV_TYPES[choices.type_k], KV_TYPES[choices.type_v]
+    per_token = sum(((layer.kv_k or 0) + layer.indexer_k) * k + (layer.kv_v or 0) * v for layer in layers)
+    return DevicePlan(
+        name=name,
+        free_bytes=free,
+        layers=len(layers),
+        moe_layers=sum(1 for layer in layers if layer.expert_tensor_bytes),
+        experts_bytes=sum(layer.experts_bytes for layer in layers),
+        expert_bytes=sum(layer.expert_bytes for layer in layers),
+        context_bytes=CONTEXT_BYTES,
+        dense_bytes=sum(layer.dense_bytes for layer in layers) + (facts.output_bytes if has_output else 0),
+        kv_bytes=int(per_token * choices.cells),
+        state_bytes=sum(layer.state_bytes or 0 for layer in layers) * choices.sequences,
+        # batches between EXPERT_BATCH and the prefill threshold take the stock path, whose uploads are compute buffers
+        decode_compute_bytes=compute(choices.ubatch) + _uploaded_bytes(layers),
+        prefill_compute_bytes=compute(max(choices.prefill_ubatch, choices.ubatch)),
+    )
+
+
+def _uploaded_bytes(layers: list[LayerFacts]) -> int:
+    return max((layer.experts_bytes for layer in layers), default=0)
+
+
+def _slot_room(device: DevicePlan, choices: Choices, index: int) -> float:
+    """As expert_cache::create_slots; without slots nothing is kept in reserve."""
+    free = device.free_bytes - device.fixed_bytes - device.decode_compute_bytes
+    if choices.slots != 0:
+        free -= RESERVE_BYTES if device.expert_bytes else 0
+    return min(free, choices.budget(index) - device.decode_compute_bytes)
+
+
+def _ring_regions(facts: ModelFacts, choices: Choices, bare: list[DevicePlan], slots: int) -> int:
+    """Regions of the prefill phase: as many as wanted, fewer, none, the same number on every device."""
+    if not (choices.switches and slots):
+        return 0
+    split = _split(facts, [device.free_bytes for device in bare])
+    longest = max((device.moe_layers for device in bare), default=0)
+    for regions in range(min(choices.ring, max(longest, 2)), 1, -1):
+        for i, (device, layers) in enumerate(zip(bare, split, strict=True)):
+            taken = device.prefill_compute_bytes + _ring_bytes(layers, regions)
+            if taken > min(device.free_bytes - device.fixed_bytes, choices.budget(i)):
+                break
+        else:
+            return regions
+    return 0
+
+
+def _ring_bytes(layers: list[LayerFacts], regions: int) -> int:
+    moe = [layer for layer in layers if layer.expert_tensor_bytes]
+    region = max((sum(-(-size // 256) * 256 for size in layer.expert_tensor_bytes) for layer in moe), default=0)
+    return min(regions, len(moe)) * region

@@ -1,0 +1,79 @@
+"""All that a plan depends on beside the facts: what `serve` is to be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llama_phase.errors import UsageError
+from llama_phase.gguf_facts import ModelFacts
+from llama_phase.settings import Settings
+from llama_phase.upstream_flags import flag_value
+
+_MIB = 1 << 20
+RING_AUTO = 3  # regions, of engine/expert-cache.cpp
+SERVER_SEQUENCES = 4  # llama-server's own default of -np, over one K/V
+CONTEXT_CELLS = 256  # contexts are rounded up to this many tokens
+# bytes per element of a K/V cache type
+KV_TYPES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 32, "q5_0": 22 / 32, "q4_1": 20 / 32,
+            "q4_0": 18 / 32, "iq4_nl": 18 / 32}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choices:
+    """All that a plan depends on beside the facts. `slots` None: as many as fit."""
+
+    ctx: int
+    slots: int | None = None
+    ubatch: int = 512
+    prefill_ubatch: int = 2048
+    switches: bool = True
+    min_tokens: int = 1024
+    expert_batch: int = 8
+    ring: int = RING_AUTO
+    budgets_mib: tuple[int, ...] = ()
+    type_k: str = "f16"
+    type_v: str = "f16"
+    sequences: int = SERVER_SEQUENCES
+
+    @classmethod
+    def of(cls, settings: Settings, facts: ModelFacts) -> Choices:
+        """From the settings of `serve`; slots that nobody chose are auto.
+
+        Raises UsageError for a K/V type that is not known, and when neither settings nor model give a context.
+        """
+        ctx = settings.ctx or facts.context_length
+        if not ctx:
+            raise UsageError(f"{facts.path} does not say its context length", fix="give one: --ctx N")
+        types = [
+            flag_value(settings.upstream, names) or "f16"
+            for names in (("-ctk", "--cache-type-k"), ("-ctv", "--cache-type-v"))
+        ]
+        for name in types:
+            if name not in KV_TYPES:
+                raise UsageError(f"there is no K/V type {name!r}", fix=f"one of {', '.join(KV_TYPES)}")
+        chosen = settings.source("expert_slots") != "default"
+        sequences = flag_value(settings.upstream, ("-np", "--parallel")) or ""
+        return cls(
+            ctx=ctx,
+            slots=None if settings.expert_slots == "auto" or not chosen else settings.expert_slots,
+            ubatch=settings.ubatch,
+            prefill_ubatch=settings.prefill_ubatch,
+            switches=settings.prefill_mode == "transaction" and settings.prefill_ubatch > settings.ubatch,
+            min_tokens=2 * settings.ubatch if settings.prefill_min_tokens == "auto" else settings.prefill_min_tokens,
+            expert_batch=settings.expert_batch,
+            ring=RING_AUTO if settings.ring == "auto" else settings.ring,
+            budgets_mib=tuple(int(item) for item in settings.budget_mib.split(",") if item.strip()),
+            type_k=types[0],
+            type_v=types[1],
+            sequences=int(sequences) if sequences.isdigit() else SERVER_SEQUENCES,
+        )
+
+    @property
+    def cells(self) -> int:
+        return -(-self.ctx // CONTEXT_CELLS) * CONTEXT_CELLS
+
+    def budget(self, device: int) -> float:
+        """Cap on slots (or ring) and compute buffers together, in bytes."""
+        if not self.budgets_mib:
+            return float("inf")
+        return self.budgets_mib[min(device, len(self.budgets_mib) - 1)] * _MIB
