@@ -14,7 +14,7 @@ V := .venv/bin
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help prerequisites venv source prepare export check-patches status build stock models demo engine-tests test \
-        check bundle bench bump clean distclean
+        check env-docs bundle bench bump clean distclean
 
 help: prerequisites  ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | while IFS='|' read -r verb text; do \
@@ -70,6 +70,9 @@ test: build stock engine-tests  ## everything from scratch, then all tests
 check: check-patches  ## lint, patch queue, generated files
 	@$(V)/ruff check .
 	@if test -f tools/gen_env.py; then $(V)/python tools/gen_env.py --check; fi
+
+env-docs: venv  ## engine/phase-env.inc and docs/env.md from the registry of variables
+	@$(V)/python tools/gen_env.py
 
 bundle: prepare  ## one archive for a GPU machine without network
 	@$(V)/python tools/bundle.py

@@ -296,14 +296,14 @@ ggml_tensor * expert_cache::swap(ggml_context * ctx, ggml_tensor * ids, ggml_ten
 
     std::vector<ggml_tensor *> * arena = nullptr;
     ggml_tensor * result = ids;
-    if (n_tokens <= config.expert_batch) {
-        if (n_slots > 0 && n_ids <= PHASE_MAX_IDS && std::min<int64_t>(n_ids, layer.host->n_expert) <= layer.fetch.n_slots) {
-            arena  = &layer.slots;
-            result = phase_build_fetch(ctx, layer.fetch, ids, layer.state, arena->data());
-        }
-    } else if (n_regions > 0) {
+    if (n_regions > 0) {
+        // whatever the batch: the last layer of a prompt computes the sampled token only, and must not differ from the others
         arena  = &layer.ring;
         result = phase_build_stream(ctx, layer.stream, ids, layer.state, arena->data());
+    } else if (n_slots > 0 && n_tokens <= config.expert_batch && n_ids <= PHASE_MAX_IDS &&
+            std::min<int64_t>(n_ids, layer.host->n_expert) <= layer.fetch.n_slots) {
+        arena  = &layer.slots;
+        result = phase_build_fetch(ctx, layer.fetch, ids, layer.state, arena->data());
     }
     if (arena) {
         size_t i = 0;

@@ -183,7 +183,9 @@ def gpu_suite(threads: int) -> list[Configuration]:
             (*HOST_EXPERTS, *more, "--spec-type", "draft-mtp", "--spec-draft-n-max", "3"),
         ),
         Configuration(
-            "static -ub 2048, 64 slots", {**stock, "ubatch": 2048, "expert_slots": 64, "expert_batch": 6}, (*HOST_EXPERTS, *more)
+            "static -ub 2048, 64 slots",
+            {**stock, "ubatch": 2048, "expert_slots": 64, "expert_batch": 6},
+            (*HOST_EXPERTS, *more),
         ),
     ]
 

@@ -28,7 +28,7 @@ COMPUTE_N_EMBD = 2560
 INDEXER_BYTES = 4.6  # per token of the micro-batch and K/V cell: scores and masks of the indexer's selection
 ESTIMATES = (
     "compute buffers: 0.34 MiB per token of the micro-batch at n_embd 2560, in proportion to n_embd; for indexer "
-    "models 4.6 bytes more per token and K/V cell; without slots and ring one layer's experts, which stock uploads there",
+    "models 4.6 bytes more per token and K/V cell; without slots and ring one layer's experts (stock's upload)",
     "context: 500 MiB per GPU for CUDA itself",
 )
 

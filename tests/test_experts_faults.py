@@ -220,7 +220,7 @@ def test_ring_does_not_fit(start, check, prompt, model: str, fault: str, n_regio
     before = experts(server)["ring"]["layers_streamed"]
     check(server, model)
     streamed = experts(server)["ring"]["layers_streamed"] - before
-    assert streamed == 0 if fault.endswith("*") else streamed >= N_LAYER - 1, "the last layer computes one token"
+    assert streamed == 0 if fault.endswith("*") else streamed >= N_LAYER
     assert slots_of(server) == [N_SLOTS]
     assert_sane(server)
 

@@ -82,9 +82,9 @@ def render_doc(rows: list[dict]) -> str:
         "",
         "Made from `llama_phase/env.toml` by `make env-docs`; `make check` fails when the two differ.",
         "",
-        "An empty value counts as unset. A `LLAMA_PHASE_*` name that is not listed here, or a value that is not accepted, stops the "
-        "process before it loads anything (exit code 78) and names the nearest known variable. With none of the engine's set, "
-        "the engine is stock llama.cpp.",
+        "An empty value counts as unset. A `LLAMA_PHASE_*` name that is not listed here, or a value that is not "
+        "accepted, stops the process before it loads anything (exit code 78) and names the nearest known variable. "
+        "With none of the engine's set, the engine is stock llama.cpp.",
     ]
     for scope, title in (("engine", "Read by the engine"), ("python", "Read by the `llama-phase` command")):
         chosen = [row for row in rows if row["scope"] == scope]
@@ -104,7 +104,8 @@ def main(argv: list[str]) -> int:
         print(f"{REGISTRY.name}: {error}", file=sys.stderr)
         return 2
     stale = 0
-    for path, text in ((ROOT / "engine" / "phase-env.inc", render_inc(rows)), (ROOT / "docs" / "env.md", render_doc(rows))):
+    made = {ROOT / "engine" / "phase-env.inc": render_inc(rows), ROOT / "docs" / "env.md": render_doc(rows)}
+    for path, text in made.items():
         if path.exists() and path.read_text() == text:
             continue
         if "--check" in argv:

@@ -1,0 +1,332 @@
+"""Plans: what the engine does with memory, said before; what does not fit, by how much, and what would help."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_server import STOCK_BIN, Fleet
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from sparse_gguf import F16, F32, write_flash_next, write_sparse
+
+from llama_phase.errors import UsageError
+from llama_phase.gguf_facts import ModelFacts, read_facts
+from llama_phase.given_machine import with_given
+from llama_phase.hardware import Gpu, Machine
+from llama_phase.pcie import HIT_RATES, hit_rate, link_bytes_per_s, parse_link, passes
+from llama_phase.plan import RESERVE_BYTES, Plan, make_plan
+from llama_phase.plan_changes import changes
+from llama_phase.plan_choices import Choices
+from llama_phase.plan_report import Report
+from llama_phase.plan_text import lines
+from llama_phase.settings import Settings, argv
+
+GIB = 1 << 30
+CTX = Choices(ctx=32768)
+
+
+@pytest.fixture(scope="module")
+def flash(tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
+    return read_facts(write_flash_next(tmp_path_factory.mktemp("flash")))
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in list(os.environ):
+        if name.startswith(("LLAMA_", "GGML_")):
+            monkeypatch.delenv(name)
+
+
+def machine(vram: str, ram: str | None = "192", pcie: str | None = "3x16") -> Machine:
+    return with_given(Machine(), vram=vram, ram=ram, pcie=pcie)
+
+
+# --- what is computed -------------------------------------------------------------------------------------------------
+
+
+def test_slots_fill_what_the_tightest_device_leaves_and_not_one_more(flash: ModelFacts) -> None:
+    plan = make_plan(flash, machine("24,20"), CTX)
+    assert plan.fits and plan.slots == plan.slots_fit >= plan.slots_needed == 80
+    spare = [d.free_bytes - RESERVE_BYTES - d.decode_bytes for d in plan.devices]
+    assert min(spare) >= 0
+    assert any(left < device.expert_bytes for left, device in zip(spare, plan.devices, strict=True))
+    assert not make_plan(flash, machine("24,20"), replace(CTX, slots=plan.slots + 1)).fits
+    assert make_plan(flash, machine("24,20"), replace(CTX, slots=plan.slots)).fits
+
+
+def test_never_more_slots_than_experts(flash: ModelFacts) -> None:
+    assert make_plan(flash, machine("640"), CTX).slots == 512
+    assert make_plan(flash, machine("640"), replace(CTX, slots=9999)).slots == 512
+
+
+def test_fewer_slots_than_the_engine_accepts_are_refused_with_the_number(flash: ModelFacts) -> None:
+    with pytest.raises(UsageError, match="80 are needed"):
+        make_plan(flash, machine("24"), replace(CTX, slots=79))
+    assert make_plan(flash, machine("640"), replace(CTX, slots=40, expert_batch=4)).slots == 40
+
+
+def test_layers_are_split_by_free_memory_and_all_are_somewhere(flash: ModelFacts) -> None:
+    plan = make_plan(flash, machine("24,12"), CTX)
+    # of 48 layers, an MTP layer and the output; boundary at 50 * 2/3
+    assert [device.layers for device in plan.devices] == [34, 14]
+    assert sum(device.experts_bytes for device in plan.devices) == flash.experts_bytes == plan.pinned_bytes
+    dense = sum(layer.dense_bytes for layer in flash.served_layers) + flash.output_bytes
+    assert sum(device.dense_bytes for device in plan.devices) == dense
+
+
+def test_kv_grows_with_the_context_and_its_type_and_state_with_the_sequences(flash: ModelFacts) -> None:
+    def sizes(**other: object) -> tuple[int, int]:
+        device = make_plan(flash, machine("96"), replace(CTX, **other)).devices[0]
+        return device.kv_bytes, device.state_bytes
+
+    kv, state = sizes()
+    assert kv == 12 * (512 + 512 + 256) * 2 * 32768
+    assert sizes(ctx=65536) == (2 * kv, state)
+    assert sizes(type_k="q8_0", type_v="q8_0") == (kv * 17 // 32, state)
+    assert sizes(sequences=1) == (kv, state // 4)
+
+
+def test_ring_shrinks_before_the_prefill_gives_up_and_slots_do_not_count_there(flash: ModelFacts) -> None:
+    region = flash.layers[0].experts_bytes
+    roomy = make_plan(flash, machine("24"), CTX)
+    assert roomy.ring_regions == 3 and roomy.devices[0].ring_bytes == 3 * region
+    device = roomy.devices[0]
+    rest = device.fixed_bytes + device.prefill_compute_bytes
+    for regions in (2, 0):
+        capped = replace(CTX, budgets_mib=((device.prefill_compute_bytes + regions * region + region // 2) >> 20,))
+        plan = make_plan(flash, machine("96"), replace(capped, expert_batch=1))
+        assert plan.ring_regions == regions, "a single region overlaps nothing"
+    tight = Machine(gpus=(Gpu(0, "", vram_free_bytes=rest + 2 * region),))
+    assert make_plan(flash, tight, replace(CTX, expert_batch=1)).ring_regions == 2
+
+
+def test_a_budget_caps_slots_and_compute_together(flash: ModelFacts) -> None:
+    device = make_plan(flash, machine("96"), replace(CTX, budgets_mib=(16384,))).devices[0]
+    taken = device.slots_bytes + device.decode_compute_bytes
+    assert 16 * GIB - device.expert_bytes < taken <= 16 * GIB
+
+
+def test_a_model_without_experts_gets_no_slots(tmp_path: Path) -> None:
+    metadata = {
+        "general.architecture": "llama",
+        "llama.block_count": 1,
+        "llama.embedding_length": 64,
+        "llama.attention.head_count": 4,
+        "llama.context_length": 4096,
+    }
+    tensors = {"token_embd.weight": ((64, 100), F32), "blk.0.attn_k.weight": ((64, 64), F16)}
+    facts = read_facts(write_sparse(tmp_path / "dense.gguf", metadata, tensors))
+    report = Report(facts, machine("8"), make_plan(facts, machine("8"), CTX))
+    assert report.plan.slots == report.plan.ring_regions == 0 and report.plan.fits
+    assert "--cpu-moe" not in report.serve_argv and "--slots" not in report.serve_argv
+    assert not any("hit" in line for line in lines(report))
+
+
+@pytest.mark.parametrize("facts", [Machine(), Machine(gpus=(Gpu(0, "x"),)), Machine(unknown={"gpus": "no driver"})])
+def test_no_gpu_or_one_of_unknown_memory_is_refused(flash: ModelFacts, facts: Machine) -> None:
+    with pytest.raises(UsageError) as caught:
+        make_plan(flash, facts, CTX)
+    assert "--vram" in caught.value.fix and facts.unknown.get("gpus", "") in str(caught.value)
+
+
+def test_more_slots_take_what_an_h200_measured(tmp_path: Path) -> None:
+    """docs/performance.md: 64, 128, 256 slots took 4172, 5468, 8060 MiB. This model's dense weights are others."""
+    path = write_flash_next(tmp_path, layers=24, n_embd=2048, n_ff=256)
+    facts = read_facts(path)
+    choices = Choices(ctx=16384, expert_batch=6, sequences=1)
+    taken = [
+        make_plan(facts, machine("139"), replace(choices, slots=n)).devices[0].decode_bytes for n in (64, 128, 256)
+    ]
+    assert [(more - taken[0]) >> 20 for more in taken[1:]] == [5468 - 4172, 8060 - 4172]
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def test_each_change_named_makes_it_fit_and_none_is_named_for_nothing(flash: ModelFacts) -> None:
+    where = machine("24,24")
+    wanted = replace(CTX, slots=400)
+    plan = make_plan(flash, where, wanted)
+    short = plan.devices[0].decode_short_bytes
+    assert short == plan.devices[0].decode_bytes + RESERVE_BYTES - plan.devices[0].free_bytes > 0
+    found = changes(flash, where, wanted)
+    assert [change.what for change in found] == ["--slots auto", "--slots 0"]
+    assert found[0].slots == make_plan(flash, where, CTX).slots
+    assert changes(flash, where, CTX) == []
+
+
+def test_several_changes_together_when_no_single_one_is_enough(flash: ModelFacts) -> None:
+    choices = Choices(ctx=262144)
+    found = changes(flash, machine("10"), choices)
+    assert found and all(" and " in change.what for change in found)
+    assert any("--ctx" in change.what for change in found)
+
+
+def test_nothing_is_promised_when_nothing_is_enough(flash: ModelFacts) -> None:
+    report = Report(flash, machine("1"), make_plan(flash, machine("1"), CTX))
+    assert changes(flash, machine("1"), CTX) == []
+    text = "\n".join(lines(report))
+    assert "no setting is enough" in text and "command:" not in text
+
+
+@hypothesis_settings(max_examples=25, deadline=None)
+@given(
+    vram=st.lists(st.integers(1, 100), min_size=1, max_size=3),
+    ctx=st.sampled_from([4096, 100_000, 262_144]),
+    slots=st.none() | st.sampled_from([0, 80, 300, 512]),
+    ubatch=st.sampled_from([128, 512, 2048]),
+    budgets=st.sampled_from([(), (4096,), (30000, 2000)]),
+)
+def test_any_plan_is_consistent(
+    flash: ModelFacts, vram: list[int], ctx: int, slots: int | None, ubatch: int, budgets: tuple[int, ...]
+) -> None:
+    where = Machine(gpus=tuple(Gpu(i, "", vram_free_bytes=size * GIB) for i, size in enumerate(vram)))
+    choices = Choices(ctx=ctx, slots=slots, ubatch=ubatch, budgets_mib=budgets)
+    plan = make_plan(flash, where, choices)
+    for device in plan.devices:
+        if plan.fits_vram:
+            assert device.decode_bytes <= device.free_bytes and device.prefill_bytes <= device.free_bytes
+        assert min(device.decode_short_bytes, device.prefill_short_bytes, device.ring_bytes) >= 0
+    if plan.fits_vram and plan.slots:
+        assert plan.slots_needed <= plan.slots <= plan.slots_fit
+    assert plan.host_short_bytes is None, "unknown memory stays unknown"
+    for change in changes(flash, where, choices):
+        assert change.what
+    assert json.loads(json.dumps(Report(flash, where, plan).as_dict()))["plan"]["fits_vram"] == plan.fits_vram
+
+
+def test_host_memory_that_is_too_small_is_said_and_unknown_is_not_enough(flash: ModelFacts) -> None:
+    def text(ram: str | None) -> tuple[Plan, str]:
+        where = machine("24,24", ram=ram)
+        report = Report(flash, where, make_plan(flash, where, CTX))
+        return report.plan, "\n".join(lines(report))
+
+    plan, said = text("32")
+    assert plan.host_short_bytes == plan.host_bytes - 32 * GIB and not plan.fits and "host memory is" in said
+    plan, said = text(None)
+    assert plan.host_short_bytes is None and "RAM: unknown" in said
+    assert "RAM: enough" in text("192")[1]
+
+
+# --- PCIe -------------------------------------------------------------------------------------------------------------
+
+
+def test_prompt_seconds_are_passes_over_the_experts(flash: ModelFacts) -> None:
+    where = machine("24,24", pcie="3x16,4x8")
+    report = Report(flash, where, make_plan(flash, where, CTX))
+    per_pass = report.prompt_seconds(2048)
+    assert per_pass and report.prompt_seconds(8192) == pytest.approx(4 * per_pass)
+    assert report.prompt_seconds(1000) == pytest.approx(2 * per_pass), "two small micro-batches, no switch"
+    assert 4 < per_pass < 6  # 68 GB at 13 GB/s
+    half = machine("24,24", pcie="3x8,4x4")
+    assert Report(flash, half, report.plan).prompt_seconds(2048) == pytest.approx(2 * per_pass, rel=0.01)
+
+
+def test_unknown_link_means_unknown_seconds(flash: ModelFacts) -> None:
+    where = machine("24,24", pcie=None)
+    report = Report(flash, where, make_plan(flash, where, CTX))
+    assert report.prompt_seconds(2048) is None and report.missed_seconds_per_token(0.5) is None
+    text = "\n".join(lines(report))
+    assert "--pcie" in text and "MB per token missed" in text
+
+
+def test_hit_rates_come_from_the_table_or_are_unknown(flash: ModelFacts) -> None:
+    assert [hit_rate(n, 512) for n in HIT_RATES] == list(HIT_RATES.values()) == [0.59, 0.72, 0.82]
+    assert 0.59 < hit_rate(100, 512) < 0.72
+    assert hit_rate(63, 512) is None and hit_rate(300, 512) is None and hit_rate(128, 256) is None
+    assert hit_rate(512, 512) == 1.0
+    report = Report(flash, machine("24,24"), make_plan(flash, machine("24,24"), replace(CTX, slots=128)))
+    expert = 48 * 3 * 2560 * 640 // 32 * 18
+    assert report.missed_bytes_per_token(0.72) == pytest.approx(10 * expert * 0.28)
+    assert "from a synthetic model" in "\n".join(lines(report))
+
+
+def test_links() -> None:
+    assert parse_link("3x16") == (3, 16) and link_bytes_per_s(3, 16) == pytest.approx(15.76e9)
+    assert link_bytes_per_s(None, 16) is None and link_bytes_per_s(4, None) is None and link_bytes_per_s(9, 1) is None
+    assert [passes(n, 2048) for n in (1, 2048, 2049, 8192)] == [1, 1, 2, 4]
+
+
+# --- settings in, command out -----------------------------------------------------------------------------------------
+
+
+def test_the_command_starts_what_was_planned(flash: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_PHASE_EXPERT_BATCH", "4")
+    monkeypatch.setenv("LLAMA_PHASE_RING", "2")
+    settings = Settings.load(model=flash.path, ctx=65536, prefill_ubatch=4096, upstream=["-ctk", "q8_0"])
+    choices = Choices.of(settings, flash)
+    assert (choices.slots, choices.expert_batch, choices.ring, choices.type_k) == (None, 4, 2, "q8_0")
+    report = Report(flash, machine("24,24"), make_plan(flash, machine("24,24"), choices))
+    for name, value in report.environment.items():
+        monkeypatch.setenv(name, value)
+    words = report.serve_argv
+    ours, theirs = words[3 : words.index("--")], words[words.index("--") + 1 :]
+    flags = dict(zip(ours[::2], ours[1::2], strict=True))
+    names = {"--ctx": "ctx", "--slots": "expert_slots", "--prefill-ubatch": "prefill_ubatch"}
+    again = Settings.load(model=words[2], upstream=theirs, **{names[flag]: value for flag, value in flags.items()})
+    assert Choices.of(again, flash) == replace(choices, slots=report.plan.slots)
+    assert {"--cpu-moe", "--no-repack"} <= set(argv(again))
+
+
+def test_slots_of_the_environment_are_a_choice(flash: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_PHASE_EXPERT_SLOTS", "0")
+    assert Choices.of(Settings.load(model=flash.path), flash).slots == 0
+
+
+@pytest.mark.parametrize("upstream", [["-ctk", "q9"], ["--cache-type-v", "nothing"]])
+def test_an_unknown_kv_type_is_refused(flash: ModelFacts, upstream: list[str]) -> None:
+    with pytest.raises(UsageError, match="K/V type"):
+        Choices.of(Settings.load(model=flash.path, upstream=upstream), flash)
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "llama_phase.cli", *words], capture_output=True, text=True, timeout=60
+        )
+
+    return run
+
+
+def test_plan_command(flash: ModelFacts, command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    where = ("--vram", "24,24", "--ram", "192", "--pcie", "3x16")
+    done = command("plan", str(flash.path), *where, "--ctx", "32768")
+    assert done.returncode == 0 and "GPU 1 prefill" in done.stdout and "* an estimate" in done.stdout, done.stderr
+    line = done.stdout.splitlines()[-1]
+    assert shlex.split(line)[:3] == ["llama-phase", "serve", str(flash.path)]
+    done = command("plan", str(flash.path), *where, "--slots", "500", "--json")
+    assert done.returncode == 1 and json.loads(done.stdout)["changes"][0]["what"] == "--slots auto"
+    done = command("plan", str(flash.path), "--vram", "24", "--slots", "7")
+    assert done.returncode == 2 and "error: 7 slots" in done.stderr and "fix: " in done.stderr
+    done = command("plan", str(flash.path.with_name("none.gguf")), *where)
+    assert done.returncode == 7 and "Traceback" not in done.stderr
+
+
+# --- against the engine -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["qwen4exp", "qwen35moe", "qwen3moe"])
+def test_kv_and_state_are_what_the_engine_allocates(name: str, fleet: Fleet, model_path: Callable[[str], Path]) -> None:
+    server = fleet.fresh(name, "-c", "8192", "-np", "4", "-lv", "4", binary=STOCK_BIN, env={})
+    server.stop()
+    sizes = {"kv_cache": 0.0, "memory_recurrent": 0.0}
+    for kind, mib in re.findall(r"llama_(kv_cache|memory_recurrent): size = +([\d.]+) MiB", server.log_text()):
+        sizes[kind] += float(mib)
+    facts = read_facts(model_path(name))
+    device = make_plan(facts, machine("24"), Choices(ctx=8192)).devices[0]
+    assert device.kv_bytes / 2**20 == pytest.approx(sizes["kv_cache"], abs=0.02)
+    assert device.state_bytes / 2**20 == pytest.approx(sizes["memory_recurrent"], abs=0.02)
+    assert sizes["kv_cache"]
