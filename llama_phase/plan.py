@@ -4,7 +4,7 @@
     the same, prefill phase           context | dense weights | K/V, state | compute (prefill ubatch) | ring
 
 All experts are planned in host memory (`-ngl 99 --cpu-moe`), layers split by free memory, slots and ring sized as the
-engine does it (engine/expert-cache.cpp). Weights, K/V, state, slots and ring are
+engine does it (engine/expert-cache.cpp, expert-ring.cpp). Weights, K/V, state, slots and ring are
 computed; ``ESTIMATES`` names the rest.
 """
 

@@ -10,7 +10,7 @@ from llama_phase.settings import Settings
 from llama_phase.upstream_flags import flag_value
 
 _MIB = 1 << 20
-RING_AUTO = 3  # regions, of engine/expert-cache.cpp
+RING_AUTO = 3  # regions, of engine/expert-ring.cpp
 SERVER_SEQUENCES = 4  # llama-server's own default of -np, over one K/V
 CONTEXT_CELLS = 256  # contexts are rounded up to this many tokens
 # bytes per element of a K/V cache type

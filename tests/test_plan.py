@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_server import STOCK_BIN, Fleet
+from engine_server import ROOT, STOCK_BIN, Fleet
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -25,7 +25,7 @@ from llama_phase.hardware import Gpu, Machine
 from llama_phase.pcie import HIT_RATES, hit_rate, link_bytes_per_s, parse_link, passes
 from llama_phase.plan import RESERVE_BYTES, Plan, make_plan
 from llama_phase.plan_changes import changes
-from llama_phase.plan_choices import Choices
+from llama_phase.plan_choices import RING_AUTO, Choices
 from llama_phase.plan_report import Report
 from llama_phase.plan_text import lines
 from llama_phase.settings import Settings, argv
@@ -315,6 +315,13 @@ def test_plan_command(flash: ModelFacts, command: Callable[..., subprocess.Compl
 
 
 # --- against the engine -----------------------------------------------------------------------------------------------
+
+
+def test_constants_are_those_of_the_engine() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "engine").glob("expert-*.cpp"))
+    (mib,) = re.findall(r"RESERVE_BYTES = size_t\((\d+)\) << 20;", source)
+    (regions,) = re.findall(r"RING_REGIONS_AUTO = (\d+);", source)
+    assert (int(mib) << 20, int(regions)) == (RESERVE_BYTES, RING_AUTO)
 
 
 @pytest.mark.engine
