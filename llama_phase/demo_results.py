@@ -154,7 +154,7 @@ def notes(results: Mapping[str, Sequence[Run]], last: DemoModel, backend: str, n
         f"Medians of {n_texts}; greedy answers of {ANSWER_TOKENS} tokens. Prefill is that of the long prompts "
         f"({LONG_TOKENS:,} tokens of a novel), decode that after the short ones (a few lines).",
         f"Identical: token for token what stock answers at the same split of the prompt: {reference} for long prompts, "
-        f"stock {DECODE_UBATCH} for short ones. At another split stock, too, rounds otherwise.",
+        f"stock {DECODE_UBATCH} for short and rolled back ones. At another split stock, too, rounds otherwise.",
     ]
     if gpu:
         lines.append(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from engine_server import DECODE_UBATCH, MIN_TOKENS, PREFILL_UBATCH, wait_until
+from engine_server import DECODE_UBATCH, MIN_TOKENS, PREFILL_UBATCH, assert_same_but_for_ties, wait_until
 from expert_servers import (
     N_EXPERT,
     N_LAYER,
@@ -16,7 +16,6 @@ from expert_servers import (
     RAW,
     VARIANTS,
     ExpertFleet,
-    assert_same_but_for_ties,
     experts,
     missed,
 )
@@ -113,7 +112,7 @@ def test_parallel_generation(servers: ExpertFleet, prompt, model: str, parallel:
     server = servers.slots(model, min(batch * N_USED, N_EXPERT), *NO_FLASH, EXPERT_BATCH=batch, sizes=sizes)
     prompts = [prompt(model, 6 + i, seed=i) for i in range(parallel)]
     for tokens, answer in zip(prompts, server.complete_all(prompts, n=32), strict=True):
-        assert_same_but_for_ties(answer, servers.stock_answer(model, tokens, 32, *NO_FLASH))
+        assert_same_but_for_ties(answer.tokens, servers.stock_answer(model, tokens, 32, *NO_FLASH))
 
 
 @pytest.mark.parametrize("model", ARCHITECTURES)
@@ -192,7 +191,7 @@ def test_two_prompts_at_once(servers: ExpertFleet, prompt, model: str, ring: int
     server = servers.switching(model, 9, *NO_FLASH, RING=ring, EXPERT_BATCH=2, sizes={"parallel": 2, "ctx": 4096})
     prompts = [prompt(model, n, seed=n) for n in (900, 600)]
     for tokens, answer in zip(prompts, server.complete_all(prompts, n=32), strict=True):
-        assert_same_but_for_ties(answer, servers.stock_answer(model, tokens, 32, *NO_FLASH))
+        assert_same_but_for_ties(answer.tokens, servers.stock_answer(model, tokens, 32, *NO_FLASH))
     assert server.phase()["phase"] == "decode"
 
 
