@@ -15,7 +15,7 @@
 static constexpr size_t RESERVE_BYTES = size_t(512) << 20;
 
 expert_cache::expert_cache(const llama_model & model, int il_begin, int il_end, const phase_config & config) :
-        config(config), store(expert_store::of(model)) {
+        il_end(il_end), config(config), store(expert_store::of(model)) {
     for (const auto & [il, reason] : store->unusable) {
         if (il >= il_begin && il < il_end) {
             LLAMA_LOG_WARN("llama-phase: layer %d keeps the stock path: %s\n", il, reason.c_str());
@@ -103,6 +103,17 @@ void expert_cache::create_slots(const std::vector<std::pair<ggml_backend_dev_t, 
         for (const auto & layer : layers) {
             per_slot += layer.host->dev == dev ? layer.host->expert_bytes() : 0;
         }
+        size_t for_draft = 0;
+        if (config.expert_slots < 0) {
+            // a draft on the MTP layers behind ours comes later, with slots and compute buffers of its own
+            for (const auto & host : store->layers) {
+                if (host.il >= il_end && host.dev == dev) {
+                    per_slot += host.expert_bytes();
+                    for_draft = compute;
+                }
+            }
+        }
+        const size_t taken  = compute + for_draft;
         const size_t budget = config.budget_of(index++);
         if (per_slot == 0) {
             continue;
@@ -110,7 +121,7 @@ void expert_cache::create_slots(const std::vector<std::pair<ggml_backend_dev_t, 
         size_t free  = 0;
         size_t total = 0;
         ggml_backend_dev_memory(dev, &free, &total);
-        const size_t room = std::min(free > RESERVE_BYTES ? free - RESERVE_BYTES : 0, budget > compute ? budget - compute : 0);
+        const size_t room = std::min(free > RESERVE_BYTES + for_draft ? free - RESERVE_BYTES - for_draft : 0, budget > taken ? budget - taken : 0);
         const int32_t n = (int32_t) std::min<size_t>(room/per_slot, n_max);
         if (tightest.empty() || n < fits) {
             fits     = std::min(fits, n);

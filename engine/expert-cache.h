@@ -92,6 +92,7 @@ struct expert_cache {
 
     std::vector<int32_t> experts_to_restore(const cached_layer & layer) const;
 
+    const int                     il_end;
     const phase_config            config;
     std::shared_ptr<expert_store> store;
     std::vector<cached_layer>     layers;

@@ -88,7 +88,7 @@ class Answer:
 
 
 def assert_same_but_for_ties(tokens: Sequence[int], stock: Answer) -> None:
-    """The same tokens until stock's two likeliest differ by less than 0.01. For several slots at once on all-F32 models: a
+    """The same tokens until stock's two likeliest differ by less than 0.01. For several slots on all-F32 models: a
     sequence's logits differ by up to 1e-3 between batch shapes in stock too, so a near tie may fall either way."""
     for position, (one, other) in enumerate(zip(tokens, stock.tokens, strict=True)):
         if one != other:

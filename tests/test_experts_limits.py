@@ -97,6 +97,18 @@ def test_auto_is_what_the_budget_leaves(alone, servers: ExpertFleet, prompt, bud
     assert server.complete(tokens) == servers.stock_answer(MODEL, tokens, 24)
 
 
+def test_auto_leaves_room_for_a_draft(alone, prompt) -> None:
+    """Target and MTP draft together stay within the budget, although the target chooses before there is a draft."""
+    without = alone("qwen4exp", 0, *MTP, **TRANSACTION)
+    without.complete(prompt("qwen4exp", 1), n=1)
+    compute = compute_bytes(without, "decode")
+    budget = compute // MIB + 8
+    server = alone("qwen4exp", "auto", *MTP, BUDGET_MIB=budget)
+    target, draft = experts(server), experts(server, 1)
+    assert 4 < target["slots_per_layer"] < N_EXPERT
+    assert target["slot_bytes"] + draft["slot_bytes"] + compute <= budget * MIB
+
+
 def test_auto_without_a_budget(alone) -> None:
     assert experts(alone(MODEL, "auto"))["slots_per_layer"] == N_EXPERT
 
