@@ -53,8 +53,8 @@ build: source  ## compile the engine (ENGINE=cuda: with CUDA; CMAKE_ARGS are pas
 stock: source  ## compile the unpatched reference: build/stock/cpu
 	@$(V)/python -m llama_phase.build --backend cpu --stock
 
-models: venv  ## make the synthetic demo models
-	@$(V)/python -m llama_phase.demo_models
+models: source  ## make the models of the demo
+	@$(V)/python -c 'from llama_phase.demo_plan import make_models; make_models()'
 
 demo: build  ## serve a synthetic and a real model, stock against phase
 	@$(V)/llama-phase demo

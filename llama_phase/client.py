@@ -111,7 +111,9 @@ class Client:
         """Like ``completion``, in pieces. Closing the iterator early cancels the request on the server."""
         body = _body(prompt, n_predict, greedy, cache_prompt, n_probs, id_slot, extra) | {"stream": True}
         try:
-            with self._http.stream("POST", "/completion", json=body, timeout=timeout_s) as response:
+            # llama-server closes the connection after a streamed answer without announcing it
+            once = {"Connection": "close"}
+            with self._http.stream("POST", "/completion", json=body, headers=once, timeout=timeout_s) as response:
                 if response.is_error:
                     response.read()
                     raise _failure("/completion", response)
@@ -171,7 +173,7 @@ class Client:
 
     def _unreachable(self, path: str, error: Exception) -> RequestFailed:
         return RequestFailed(
-            f"no answer from {self._http.base_url}{path.lstrip('/')}: {error or type(error).__name__}",
+            f"no answer from {str(self._http.base_url).rstrip('/')}{path}: {error or type(error).__name__}",
             fix="is the server running? `llama-phase serve` shows its state",
         )
 

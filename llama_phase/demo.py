@@ -51,8 +51,8 @@ def run(models: Sequence[str] = tuple(MODELS), *, quick: bool = False, console: 
     """Run the demo and print its table. `models`: names in MODELS; `quick`: one text of a kind, no warm-up,
     and one thread, which does not wait for others on a busy machine.
 
-    Raises LlamaPhaseError (exit code 1) when tokens differ, and what engine_info, the models and Server raise. Whatever
-    ends it, SIGTERM and SIGHUP included, no server is left running and no half file.
+    Raises LlamaPhaseError (exit code 1) when tokens differ or no prompt switched, and what engine_info, the models and
+    Server raise. Whatever ends it, SIGTERM and SIGHUP included, no server is left running and no half file.
     """
     console = console or Console()
     unknown = [name for name in models if name not in MODELS]
@@ -67,7 +67,7 @@ def run(models: Sequence[str] = tuple(MODELS), *, quick: bool = False, console: 
     differing = failures(results)
     if differing:
         raise LlamaPhaseError(
-            "phase and stock gave different tokens at the same split:\n  " + "\n  ".join(differing),
+            "the demo did not show what it should:\n  " + "\n  ".join(differing),
             fix="please report it, with the output of `llama-phase version`",
         )
 

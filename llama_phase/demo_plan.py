@@ -45,6 +45,12 @@ MODELS = {
 }
 
 
+def make_models() -> None:
+    """All models of the demo, into models/; those that are there already stay."""
+    for model in MODELS.values():
+        print(model.make(project_root() / "models"))
+
+
 @dataclass(frozen=True)
 class DemoServer:
     """A server to run, and the micro-batch whose tokens it vouches for (0: none)."""

@@ -125,13 +125,16 @@ def make_table(results: Mapping[str, Sequence[Run]]) -> Table:
 
 
 def failures(results: Mapping[str, Sequence[Run]]) -> list[str]:
-    """`model, server: what differs`, one line a run."""
-    return [
-        f"{model}, {run.name}: {', '.join(run.differing)}"
-        for model, runs in results.items()
-        for run in runs
-        if run.differing
-    ]
+    """`model, server: what is wrong`, one line a run: answers that differ, or no transaction tried at all."""
+    wrong = []
+    for model, runs in results.items():
+        for run in runs:
+            if run.differing:
+                which = ", ".join(run.differing)
+                wrong.append(f"{model}, {run.name}: other tokens than stock at the same split: {which}")
+            elif run.counters is not None and not run.counters["entered"] + run.counters["rolled_back"]:
+                wrong.append(f"{model}, {run.name}: no long prompt entered the prefill phase")
+    return wrong
 
 
 def opening(models: Sequence[DemoModel], engine: EngineInfo, stock: EngineInfo | None, threads: int) -> list[str]:

@@ -65,12 +65,20 @@ def test_a_rolled_back_prompt_is_compared_at_the_small_ubatch() -> None:
     assert rows(runs)[2][-2] == "0 / 0 / 2"
 
 
+def test_no_transaction_at_all_is_a_failure() -> None:
+    runs = three_runs()
+    runs[2] = Run("phase", answers(512, 512), counters(0, 0, 0))
+    compare(runs)
+    assert failures({"m": runs}) == ["m, phase: no long prompt entered the prefill phase"]
+
+
 @pytest.mark.parametrize("tokens", [(0, 7, 9), (0, 7), ()])
 def test_one_differing_answer_is_named(tokens: tuple[int, ...]) -> None:
     runs = three_runs()
     runs[2].answers[1] = dataclasses.replace(runs[2].answers[1], tokens=tokens)
     compare(runs)
-    assert failures({"m": runs}) == ["m, phase 512/2048: long prompt 1 at micro-batch 2048"]
+    (line,) = failures({"m": runs})
+    assert line.startswith("m, phase 512/2048: ") and line.endswith(": long prompt 1 at micro-batch 2048")
     assert rows(runs)[2][-1] == "NO, 3/4"
 
 
