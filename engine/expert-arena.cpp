@@ -50,7 +50,6 @@ void expert_arena::reserve(ggml_backend_dev_t dev, size_t size) {
         throw error;
     }
     ggml_backend_buffer_set_usage(p.buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-    ggml_backend_buffer_clear(p.buffer.get(), 0);
 }
 
 ggml_tensor * expert_arena::place(const ggml_tensor * like, ggml_backend_dev_t dev, size_t offset) {
@@ -58,6 +57,10 @@ ggml_tensor * expert_arena::place(const ggml_tensor * like, ggml_backend_dev_t d
     auto * tensor = ggml_dup_tensor(p.tensors.get(), like);
     ggml_backend_tensor_alloc(p.buffer.get(), tensor, (char *) ggml_backend_buffer_get_base(p.buffer.get()) + offset);
     return tensor;
+}
+
+void expert_arena::zero(ggml_backend_dev_t dev) {
+    ggml_backend_buffer_clear(part_of(dev).buffer.get(), 0);
 }
 
 void expert_arena::clear() {

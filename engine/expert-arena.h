@@ -24,9 +24,11 @@ struct expert_arena {
     // Memory for all tensors, zeroed.
     void allocate();
 
-    // A zeroed block of `size` bytes on `dev`; place tensors in it with place().
+    // A block of `size` bytes on `dev`, tensors placed in it, and then zeros: zero() comes last, since a backend may still be
+    // clearing the padding of a placed tensor where another one has its data.
     void reserve(ggml_backend_dev_t dev, size_t size);
     ggml_tensor * place(const ggml_tensor * like, ggml_backend_dev_t dev, size_t offset);
+    void zero(ggml_backend_dev_t dev);
 
     // Frees memory and tensors. Safe when there are none.
     void clear();

@@ -53,6 +53,7 @@ size_t expert_cache::allocate_ring(int32_t n, const fault_point & fault) {
                         offset += aligned(size);
                     }
                 }
+                ring_arena.zero(dev);
                 rings[dev] = { regions, (int32_t) order.size(), order.data(), nullptr };
                 for (auto * stream : order) {
                     stream->ring = &rings[dev];
