@@ -195,6 +195,10 @@ size_t expert_cache::free_slots() {
     return bytes;
 }
 
+void expert_cache::note_no_slots(const std::string & reason) {
+    note = "no slots until the next prompt: " + reason;
+}
+
 void expert_cache::remember() {
     for (auto & layer : layers) {
         std::vector<int32_t> words(phase_state_words(layer.host->n_expert, layer.host->n_expert));
@@ -348,7 +352,7 @@ expert_stats expert_cache::stats() const {
     out.n_slots      = n_slots;
     out.n_regions    = n_regions;
     out.unusable     = unusable;
-    out.note         = note;
+    out.note         = note.empty() || ring_note.empty() ? note + ring_note : note + "; " + ring_note;
     for (const auto & layer : layers) {
         out.layers.push_back({ layer.host->il, ggml_backend_dev_name(layer.host->dev), n_slots ? layer.fetch.n_slots : 0,
                 {}, {}, layer.host->expert_bytes() });

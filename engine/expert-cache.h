@@ -56,6 +56,13 @@ struct expert_cache {
     void start_ring(const backend_map & backends);
     int32_t ring_regions() const { return n_regions; }
     int32_t ring_regions_wanted() const;
+
+    // From now on at most n_regions layers, since the prefill buffers did not fit beside more.
+    void limit_ring(int32_t n_regions, const std::string & reason);
+    void unlimit_ring();
+
+    // Says in the figures why there are no slots until the next prompt.
+    void note_no_slots(const std::string & reason);
     void    set_last_pass(bool last); // see phase_ring
 
     // Called once per MoE layer while a graph is built, after the routing. When this batch is served from slots or ring, replaces
@@ -113,7 +120,9 @@ struct expert_cache {
     std::map<ggml_backend_dev_t, std::vector<phase_stream_op *>> ring_order;
 
     ggml_backend_buffer_ptr counters; // phase_op_counters [2*n_layers], host memory the devices can write
-    std::string             note;
+    std::string             note;      // of the slots, or of the last ring that could not be had
+    std::string             ring_note; // of a limit that stays
+    int32_t                 max_regions = INT32_MAX;
 };
 
 // what src/llama-graph.cpp calls; `cache` may be null

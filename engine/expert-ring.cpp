@@ -12,7 +12,17 @@
 static constexpr int32_t RING_REGIONS_AUTO = 3;
 
 int32_t expert_cache::ring_regions_wanted() const {
-    return config.ring_regions < 0 ? RING_REGIONS_AUTO : config.ring_regions;
+    return std::min(config.ring_regions < 0 ? RING_REGIONS_AUTO : config.ring_regions, max_regions);
+}
+
+void expert_cache::limit_ring(int32_t n, const std::string & reason) {
+    max_regions = n;
+    ring_note   = format("ring of %d layers: the prefill buffers do not fit beside more: %s", n, reason.c_str());
+}
+
+void expert_cache::unlimit_ring() {
+    max_regions = INT32_MAX;
+    ring_note.clear();
 }
 
 size_t expert_cache::allocate_ring(int32_t n, const fault_point & fault) {

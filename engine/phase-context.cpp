@@ -142,6 +142,7 @@ int64_t phase_context::reserve_buffers(bool prefill) {
     if (!prefill) {
         ctx.cparams.pipeline_parallel = pipeline_parallel;
     }
+    std::string shrunk; // why the ring had to become smaller
     while (true) {
         try {
             reserve(prefill);
@@ -159,7 +160,11 @@ int64_t phase_context::reserve_buffers(bool prefill) {
             experts->free_ring();
             experts->allocate_ring(regions - 1, [](const char *) {});
             experts->start_ring(backends());
+            shrunk = error.what();
         }
+    }
+    if (!shrunk.empty()) {
+        experts->limit_ring(experts->ring_regions(), shrunk);
     }
 
     int64_t bytes = 0;
@@ -281,6 +286,18 @@ int64_t phase_context::allocate_ring(const fault_point & fault) {
     const size_t bytes = experts->allocate_ring(experts->ring_regions_wanted(), fault);
     experts->start_ring(backends());
     return (int64_t) bytes;
+}
+
+void phase_context::note_no_slots(const std::string & reason) {
+    if (experts) {
+        experts->note_no_slots(reason);
+    }
+}
+
+void phase_context::reset() {
+    if (experts) {
+        experts->unlimit_ring();
+    }
 }
 
 int64_t phase_context::free_ring() {

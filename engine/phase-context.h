@@ -58,6 +58,11 @@ struct phase_context {
     int64_t allocate_ring(const fault_point & fault);
     int64_t free_ring();
 
+    void note_no_slots(const std::string & reason);
+
+    // Forgets what did not fit.
+    void reset();
+
     // Whether the next micro-batch is the last one before the ring is freed.
     void set_last_pass(bool last);
 

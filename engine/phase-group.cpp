@@ -137,6 +137,9 @@ int32_t phase_group::prompt_end(llama_seq_id seq_id, bool aborted) {
 
 void phase_group::reset() {
     n_failed_in_a_row = 0;
+    for (auto * member : members) {
+        member->reset();
+    }
 }
 
 void phase_group::fail(const std::string & reason) {

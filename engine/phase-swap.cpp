@@ -148,6 +148,9 @@ void phase_group::leave() {
         report.ms += second.ms;
         if (second.outcome == PHASE_COMMITTED) {
             report.outcome = PHASE_COMMITTED;
+            for (auto * member : members) {
+                member->note_no_slots(report.failed_step + ": " + report.reason);
+            }
         } else {
             report.outcome = PHASE_BROKEN;
             report.reason += "; then " + second.failed_step + ": " + second.reason;

@@ -114,6 +114,7 @@ def test_leave_fails_once(start, check, model: str, args: tuple[str, ...], step:
     before = looked_up(server)
     check(server, model, *args)
     assert slots_of(server) == [0] * (1 + bool(args))
+    assert experts(server)["note"] == f"no slots until the next prompt: {step}: injected fault"
     assert looked_up(server) == before, "the stock path"
     assert_sane(server)
     check(server, model, *args)

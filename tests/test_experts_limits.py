@@ -229,7 +229,8 @@ def test_ring_as_asked_for(alone, prompt, asked: int, n_regions: int) -> None:
 
 @pytest.mark.parametrize("n_regions", [3, 2, 0])
 def test_ring_that_the_budget_leaves(alone, servers: ExpertFleet, prompt, n_regions: int) -> None:
-    """Fewer regions, then none, when the prefill buffers do not fit beside more; logged, and the answers are right."""
+    """Fewer regions, then none, when the prefill buffers do not fit beside more: logged once, kept for the next prompts and
+    said in the figures; the answers are right."""
     without = alone(MODEL, 0, **TRANSACTION)
     without.complete(prompt(MODEL, 600), n=1)
     budget = (compute_bytes(without, "prefill") + n_regions * LAYER_BYTES) // MIB + 1  # a region is 1.7 MiB
@@ -241,6 +242,11 @@ def test_ring_that_the_budget_leaves(alone, servers: ExpertFleet, prompt, n_regi
     assert bool(experts(server)["ring"]["layers_streamed"]) == bool(n_regions)
     assert (server.counters()["entered"], server.counters()["rolled_back"]) == (1, 0)
     assert experts(server)["slots_per_layer"] == 8
+
+    assert server.complete(tokens, n=1).tokens == servers.stock_answer(MODEL, tokens, 1, ubatch=PREFILL_UBATCH).tokens
+    assert re.findall(r"do not fit beside a ring of (\d) layers", server.log_text()) == tried
+    note = experts(server).get("note", "")
+    assert note.startswith(f"ring of {n_regions} layers: the prefill buffers do not fit") if tried else note == ""
 
 
 def test_budget_too_small_for_the_prefill_buffers(alone, servers: ExpertFleet, prompt) -> None:
