@@ -229,7 +229,7 @@ def test_ring_as_asked_for(alone, prompt, asked: int, n_regions: int) -> None:
 
 @pytest.mark.parametrize("n_regions", [3, 2, 0])
 def test_ring_that_the_budget_leaves(alone, servers: ExpertFleet, prompt, n_regions: int) -> None:
-    """Fewer regions, then none, when the prefill buffers do not fit beside more: logged once, kept for later prompts and
+    """Fewer regions, then none, when the prefill buffers do not fit beside more: logged once, kept for the rest and
     said in the figures; the answers are right."""
     without = alone(MODEL, 0, **TRANSACTION)
     without.complete(prompt(MODEL, 600), n=1)
