@@ -8,7 +8,6 @@
 #include "llama-model.h"
 
 #include <algorithm>
-#include <numeric>
 #include <stdexcept>
 
 // device memory that is never taken by slots: pools, captured graphs and other processes grow into it
@@ -264,10 +263,9 @@ void expert_cache::copy_experts(cached_layer & layer, const std::vector<int32_t>
     }
 }
 
-size_t expert_cache::refill(const backend_map & backends) {
-    size_t bytes = 0;
+void expert_cache::refill(const backend_map & backends) {
     if (n_slots == 0) {
-        return bytes;
+        return;
     }
     for (auto & layer : layers) {
         const auto   experts = experts_to_restore(layer);
@@ -280,9 +278,7 @@ size_t expert_cache::refill(const backend_map & backends) {
         } else {
             copy_experts(layer, experts, backend);
         }
-        bytes += experts.size()*layer.host->expert_bytes();
     }
-    return bytes;
 }
 
 //

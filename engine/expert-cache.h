@@ -44,9 +44,8 @@ struct expert_cache {
     void remember();
 
     // Fills the slots by the restore policy; copies are queued on the backends and finish before the next graph on them.
-    // Returns the bytes queued.
     using backend_map = std::map<ggml_backend_dev_t, ggml_backend_t>;
-    size_t refill(const backend_map & backends);
+    void refill(const backend_map & backends);
 
     // A ring of at most n_regions; fewer, then none, when it does not fit (noted). Returns bytes.
     size_t allocate_ring(int32_t n_regions, const fault_point & fault);

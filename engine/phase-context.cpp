@@ -121,10 +121,7 @@ void phase_context::quiesce(bool entering) {
 }
 
 int64_t phase_context::drop_buffers() {
-    int64_t bytes = 0;
-    for (const auto & device : read_memory()) {
-        bytes += (int64_t) device.buffer_bytes;
-    }
+    int64_t bytes = (int64_t) phase_total_bytes(read_memory());
     park_graphs();
     ctx.sched.reset();
 
@@ -166,12 +163,7 @@ int64_t phase_context::reserve_buffers(bool prefill) {
     if (!shrunk.empty()) {
         experts->limit_ring(experts->ring_regions(), shrunk);
     }
-
-    int64_t bytes = 0;
-    for (const auto & device : read_memory()) {
-        bytes += (int64_t) device.buffer_bytes;
-    }
-    return bytes;
+    return (int64_t) phase_total_bytes(read_memory());
 }
 
 // The arrays that graphs are built in grow with the micro-batch (about 16 KiB per token) and are zeroed when they are made, which

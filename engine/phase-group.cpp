@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <stdexcept>
 
 // The living groups, oldest first. Process-wide because the server's HTTP threads ask while contexts come and go (a sleeping server
 // frees them), so they must not hold a context.
@@ -90,8 +89,10 @@ bool phase_group::before_decode(const phase_context & member, uint32_t n_tokens)
         enter();
     }
     n_new_left -= std::min<uint64_t>(n_new_left, n_tokens);
-    for (auto * context : members) {
-        context->set_last_pass(stats.hooked && n_new_left <= config.expert_batch && n_tokens <= stats.ubatch_prefill);
+    if (stats.prefill) {
+        for (auto * context : members) {
+            context->set_last_pass(stats.hooked && n_new_left <= config.expert_batch && n_tokens <= stats.ubatch_prefill);
+        }
     }
     return !failure();
 }

@@ -51,9 +51,6 @@ struct phase_group {
     void fail(const std::string & reason);
 
     phase_report run(const std::vector<phase_step> & steps);
-
-    std::function<void(const char *)> fault_point();
-
     void         note_memory(std::vector<phase_device_memory> & memory);
     void         note_experts();
     void         emit(llama_phase_event_type type, const phase_report & report) const;

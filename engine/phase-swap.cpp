@@ -7,8 +7,6 @@
 
 #include "llama-impl.h"
 
-#include <stdexcept>
-
 // a prefill size that failed this often is not tried again until reset()
 static constexpr uint32_t MAX_FAILED_IN_A_ROW = 3;
 
@@ -33,15 +31,6 @@ static std::function<int64_t()> for_each_member(const std::vector<phase_context 
     };
 }
 
-// for attempts inside a step that has fallbacks
-std::function<void(const char *)> phase_group::fault_point() {
-    return [this](const char * step) {
-        if (faults.fires(step)) {
-            throw std::runtime_error("injected fault");
-        }
-    };
-}
-
 void phase_group::enter() {
     if (n_failed_in_a_row >= MAX_FAILED_IN_A_ROW) {
         std::lock_guard<std::mutex> guard(lock);
@@ -49,7 +38,7 @@ void phase_group::enter() {
         return;
     }
 
-    const auto fault = fault_point();
+    const auto fault = [this](const char * step) { faults.pass_or_throw(step); }; // attempts inside a step
 
     const auto quiesce  = for_each_member(members, [](phase_context & m) { m.quiesce(true); return 0; });
     const auto remember = for_each_member(members, [](phase_context & m) { return m.remember_slots(); });
@@ -120,7 +109,7 @@ void phase_group::enter() {
 }
 
 void phase_group::leave() {
-    const auto fault = fault_point();
+    const auto fault = [this](const char * step) { faults.pass_or_throw(step); }; // attempts inside a step
 
     const auto quiesce  = for_each_member(members, [](phase_context & m) { m.quiesce(false); return 0; });
     const auto remember = for_each_member(members, [](phase_context & m) { return m.remember_slots(); });

@@ -12,6 +12,12 @@ bool phase_faults::fires(const std::string & step) {
     return false;
 }
 
+void phase_faults::pass_or_throw(const std::string & step) {
+    if (fires(step)) {
+        throw std::runtime_error("injected fault");
+    }
+}
+
 namespace {
 
 struct runner {
@@ -27,9 +33,7 @@ struct runner {
         const double start = clock();
         std::string reason;
         try {
-            if (faults.fires(name)) {
-                throw std::runtime_error("injected fault");
-            }
+            faults.pass_or_throw(name);
             record.bytes = effect ? effect() : 0;
             record.ok    = true;
         } catch (const std::exception & error) {

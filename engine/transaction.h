@@ -53,6 +53,9 @@ class phase_faults {
     // true when this run of the step is one that has to fail; counts the run
     bool fires(const std::string & step);
 
+    // Throws std::runtime_error when this run of the step has to fail; counts the run.
+    void pass_or_throw(const std::string & step);
+
   private:
     std::vector<phase_fault>        faults;
     std::map<std::string, uint64_t> runs;
