@@ -230,14 +230,19 @@ def test_signals_unwind_and_are_given_back(number: int, raised: type[BaseExcepti
     assert signal.getsignal(number) is before
 
 
+def servers_running() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True) if "llama-server" in child.name()}
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 def test_real_run_on_the_tiny_model(engine: Path, stock_engine: Path, monkeypatch, tmp_path: Path) -> None:
     """Same split: phase against stock at the micro-batch that each prompt ran at. Nothing is left running."""
     monkeypatch.setenv("LLAMA_PHASE_STATE_DIR", str(tmp_path))
+    before = servers_running()  # those of other tests
     console = Console(file=io.StringIO(), width=80)
     demo.run(["tiny"], quick=True, console=console)
     said = console.file.getvalue()
     assert "yes, 2/2" in said and "1 / 1 / 0" in said
-    assert not any("llama-server" in child.name() for child in psutil.Process().children(recursive=True))
+    assert not servers_running() - before
     assert not list((tmp_path / "running").glob("*"))
