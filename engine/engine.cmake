@@ -6,6 +6,7 @@ set(LLAMA_PHASE_SOURCES
     ${LLAMA_PHASE_ENGINE_DIR}/expert-graph.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/expert-ring.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/expert-store.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/host-pool.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-api.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-config.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-context.cpp
@@ -21,3 +22,6 @@ set_source_files_properties(${LLAMA_PHASE_SOURCES} PROPERTIES SKIP_UNITY_BUILD_I
 
 target_include_directories(llama PRIVATE ${PROJECT_SOURCE_DIR}/vendor)
 target_include_directories(llama PUBLIC  ${LLAMA_PHASE_ENGINE_DIR})
+
+# a buffer type of our own needs ggml's private header
+set_source_files_properties(${LLAMA_PHASE_ENGINE_DIR}/host-pool.cpp PROPERTIES INCLUDE_DIRECTORIES ${PROJECT_SOURCE_DIR}/ggml/src)

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 // device memory that is never taken by slots: pools, captured graphs and other processes grow into it
 static constexpr size_t RESERVE_BYTES = size_t(512) << 20;
@@ -32,7 +33,7 @@ expert_cache::expert_cache(const llama_model & model, int il_begin, int il_end, 
     }
 
     auto * buft = ggml_backend_dev_host_buffer_type(layers[0].host->dev);
-    counters.reset(ggml_backend_buft_alloc_buffer(buft ? buft : ggml_backend_cpu_buffer_type(), 2*layers.size()*sizeof(phase_op_counters)));
+    counters.reset(ggml_backend_buft_alloc_buffer(buft ? buft : ggml_backend_cpu_buffer_type(), 3*layers.size()*sizeof(phase_op_counters)));
     if (!counters || (buft && ggml_backend_buffer_get_type(counters.get()) != buft)) {
         throw std::runtime_error(format("llama-phase: %s cannot pin host memory (GGML_CUDA_NO_PINNED set, or the limit of locked memory, ulimit -l, reached)",
                 ggml_backend_dev_name(layers[0].host->dev)));
@@ -46,6 +47,7 @@ expert_cache::expert_cache(const llama_model & model, int il_begin, int il_end, 
         layer.fetch.n_tensors = layer.stream.n_tensors = (int32_t) host.weights.size();
         layer.fetch.counters  = counter++;
         layer.stream.counters = counter++;
+        layer.prefetched      = counter++;
         for (size_t i = 0; i < host.weights.size(); ++i) {
             layer.fetch.tensors[i] = { (const uint8_t *) host.weights[i]->data, nullptr, host.stride(i), 0 };
         }
@@ -57,6 +59,41 @@ expert_cache::expert_cache(const llama_model & model, int il_begin, int il_end, 
         ring_order[host.dev].push_back(&layer.stream);
     }
     state_arena.allocate();
+    link_layers(model);
+}
+
+// The residual stream changes little from layer to layer, so the router of the next layer says most of what it will choose when it
+// is given this layer's input.
+void expert_cache::link_layers(const llama_model & model) {
+    static constexpr int MAX_DISTANCE = 2; // layers
+    for (size_t i = 0; i + 1 < layers.size() && config.prefetch != 0; ++i) {
+        auto & layer = layers[i];
+        auto & next  = layers[i + 1];
+        auto * dev   = next.host->dev;
+
+        auto * router = model.layers[next.host->il].ffn_gate_inp;
+        if (layer.host->dev != dev || next.host->il - layer.host->il > MAX_DISTANCE || !router || !router->buffer || !ggml_is_contiguous(router) ||
+                router->ne[1] != next.host->n_expert || (router->type != GGML_TYPE_F32 && router->type != GGML_TYPE_F16 && router->type != GGML_TYPE_BF16)) {
+            continue;
+        }
+        const auto on_device = [&](const ggml_tensor * t) {
+            return ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU ? ggml_backend_buffer_is_host(t->buffer) :
+                    ggml_backend_buft_get_device(ggml_backend_buffer_get_type(t->buffer)) == dev && !ggml_backend_buffer_is_host(t->buffer);
+        };
+        if (!on_device(router)) {
+            continue;
+        }
+        const auto * bias = model.layers[next.host->il].ffn_exp_probs_b;
+        const bool   use_bias = bias && bias->type == GGML_TYPE_F32 && bias->buffer && on_device(bias) &&
+                model.hparams.expert_gating_func == LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID;
+
+        layer.next              = &next;
+        layer.router            = router;
+        layer.prefetch.n_expert = next.host->n_expert;
+        layer.prefetch.next     = &next.fetch;
+        layer.prefetch.counters = next.prefetched;
+        layer.prefetch.bias     = use_bias ? (const float *) bias->data : nullptr;
+    }
 }
 
 expert_cache::~expert_cache() {
@@ -285,7 +322,22 @@ void expert_cache::refill(const backend_map & backends) {
 // graph
 //
 
-ggml_tensor * expert_cache::swap(ggml_context * ctx, ggml_tensor * ids, ggml_tensor *& gate, ggml_tensor *& up, ggml_tensor *& down,
+void expert_cache::build_prefetch(ggml_context * ctx, ggml_cgraph * gf, cached_layer & layer, ggml_tensor * x) {
+    if (!layer.next || x->type != GGML_TYPE_F32 || x->ne[0] != layer.router->ne[0] || x->ne[1] == 0 || x->ne[2] != 1 || x->nb[0] != sizeof(float)) {
+        return;
+    }
+    const int64_t n_tokens = x->ne[1];
+    const int32_t wanted   = config.prefetch < 0 ? layer.next->host->n_used : config.prefetch;
+    const int32_t most     = std::min(layer.next->fetch.n_slots, PHASE_MAX_IDS)/(int32_t) n_tokens; // distinct predictions need distinct slots
+    const int32_t n        = std::min({ wanted, most, layer.next->host->n_expert });
+    if (n > 0) {
+        auto * node = phase_build_prefetch(ctx, layer.prefetch, n, x, layer.router, layer.next->state, layer.next->slots.data());
+        ggml_build_forward_expand(gf, node);
+        pending = { ctx, layer.next, node };
+    }
+}
+
+ggml_tensor * expert_cache::swap(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * x, ggml_tensor * ids, ggml_tensor *& gate, ggml_tensor *& up, ggml_tensor *& down,
         ggml_tensor *& gate_up, const phase_loras & loras) {
     const auto it = by_down.find(down);
     if (it == by_down.end() || ids->type != GGML_TYPE_I32) {
@@ -314,7 +366,11 @@ ggml_tensor * expert_cache::swap(ggml_context * ctx, ggml_tensor * ids, ggml_ten
     } else if (n_slots > 0 && n_tokens <= config.expert_batch && n_ids <= PHASE_MAX_IDS &&
             std::min<int64_t>(n_ids, layer.host->n_expert) <= layer.fetch.n_slots) {
         arena  = &layer.slots;
-        result = phase_build_fetch(ctx, layer.fetch, ids, layer.state, arena->data());
+        const auto predicted = std::exchange(pending, {});
+        result = phase_build_fetch(ctx, layer.fetch, ids, layer.state, arena->data(),
+                predicted.ctx == ctx && predicted.layer == &layer ? predicted.node : nullptr);
+        ggml_build_forward_expand(gf, result);
+        build_prefetch(ctx, gf, layer, x);
     }
     if (arena) {
         size_t i = 0;
@@ -327,9 +383,9 @@ ggml_tensor * expert_cache::swap(ggml_context * ctx, ggml_tensor * ids, ggml_ten
     return result;
 }
 
-ggml_tensor * phase_swap_experts(expert_cache * cache, ggml_context * ctx, ggml_tensor * ids, ggml_tensor *& gate, ggml_tensor *& up,
-        ggml_tensor *& down, ggml_tensor *& gate_up, const phase_loras & loras) {
-    return cache ? cache->swap(ctx, ids, gate, up, down, gate_up, loras) : ids;
+ggml_tensor * phase_swap_experts(expert_cache * cache, ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * x, ggml_tensor * ids,
+        ggml_tensor *& gate, ggml_tensor *& up, ggml_tensor *& down, ggml_tensor *& gate_up, const phase_loras & loras) {
+    return cache ? cache->swap(ctx, gf, x, ids, gate, up, down, gate_up, loras) : ids;
 }
 
 //
@@ -361,6 +417,7 @@ void expert_cache::read_counters(expert_stats & stats) const {
     for (size_t i = 0; i < layers.size(); ++i) {
         stats.layers[i].slots = *layers[i].fetch.counters;
         stats.layers[i].ring  = *layers[i].stream.counters;
+        stats.layers[i].prefetch = *layers[i].prefetched;
         if (const auto * api = phase_backend_api_of(layers[i].host->dev)) {
             stats.graph_replays = api->graph_replays();
         }

@@ -65,8 +65,8 @@ struct expert_cache {
     void    set_last_pass(bool last); // see phase_ring
 
     // Called once per MoE layer while a graph is built, after the routing. When this batch is served from slots or ring, replaces
-    // the weights by the arena's and returns the ids to use with them; else returns `ids`.
-    ggml_tensor * swap(ggml_context * ctx, ggml_tensor * ids, ggml_tensor *& gate, ggml_tensor *& up, ggml_tensor *& down,
+    // the weights by the arena's and returns the ids to use with them; else returns `ids`. x: input of the experts, F32 [n_embd, n_tokens].
+    ggml_tensor * swap(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * x, ggml_tensor * ids, ggml_tensor *& gate, ggml_tensor *& up, ggml_tensor *& down,
             ggml_tensor *& gate_up, const phase_loras & loras);
 
     expert_stats stats() const;
@@ -80,8 +80,14 @@ struct expert_cache {
     struct cached_layer {
         const expert_layer * host = nullptr;
 
-        phase_fetch_op  fetch;
-        phase_stream_op stream;
+        phase_fetch_op    fetch;
+        phase_prefetch_op prefetch; // of the next layer
+        phase_stream_op   stream;
+
+        phase_op_counters * prefetched = nullptr; // experts of this layer, by the layer before
+
+        cached_layer * next   = nullptr; // null: its experts cannot be predicted from here
+        ggml_tensor  * router = nullptr; // of the next layer
 
         ggml_tensor *              state = nullptr;
         std::vector<ggml_tensor *> slots;
@@ -91,6 +97,8 @@ struct expert_cache {
         std::vector<int32_t> seen;     // remembered counts of the prompt
     };
 
+    void    link_layers(const llama_model & model); // which layer predicts for which
+    void    build_prefetch(ggml_context * ctx, ggml_cgraph * gf, cached_layer & layer, ggml_tensor * x);
     int32_t slots_needed() const; // the fewest that are safe
     void    build_slots(int32_t n);
     void    write_state(cached_layer & layer, const std::vector<int32_t> & experts); // with the experts as jobs
@@ -107,6 +115,14 @@ struct expert_cache {
 
     std::unordered_map<const ggml_tensor *, cached_layer *> by_down; // the down weights name the layer
 
+    // the prefetch in the graph that is being built, until the fetch of its layer
+    struct pending_prefetch {
+        ggml_context * ctx;
+        cached_layer * layer;
+        ggml_tensor  * node;
+    };
+    pending_prefetch pending = {};
+
     int32_t n_slots_wanted = 0;
     int32_t n_slots        = 0; // now
     int32_t n_regions      = 0; // now
@@ -118,12 +134,12 @@ struct expert_cache {
     std::map<ggml_backend_dev_t, phase_ring>                     rings;
     std::map<ggml_backend_dev_t, std::vector<phase_stream_op *>> ring_order;
 
-    ggml_backend_buffer_ptr counters; // phase_op_counters [2*n_layers], host memory the devices can write
+    ggml_backend_buffer_ptr counters; // phase_op_counters [3*n_layers], host memory the devices can write
     std::string             note;      // of the slots, or of the last ring that could not be had
     std::string             ring_note; // of a limit that stays
     int32_t                 max_regions = INT32_MAX;
 };
 
 // what src/llama-graph.cpp calls; `cache` may be null
-ggml_tensor * phase_swap_experts(expert_cache * cache, ggml_context * ctx, ggml_tensor * ids, ggml_tensor *& gate, ggml_tensor *& up,
-        ggml_tensor *& down, ggml_tensor *& gate_up, const phase_loras & loras);
+ggml_tensor * phase_swap_experts(expert_cache * cache, ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * x, ggml_tensor * ids,
+        ggml_tensor *& gate, ggml_tensor *& up, ggml_tensor *& down, ggml_tensor *& gate_up, const phase_loras & loras);

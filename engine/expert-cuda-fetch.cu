@@ -326,7 +326,7 @@ static cudaError_t multiprocessors(int & blocks) {
 }
 
 cudaError_t phase_cuda_fetch(const phase_fetch_op & op, const phase_cuda_ids & ids, int32_t * state, int32_t * slots,
-        cudaStream_t stream, bool pdl, int blocks) {
+        cudaStream_t stream, bool pdl, int blocks, bool joined) {
     const int32_t n_ids = ids.n_used*ids.n_tokens;
     const int32_t words = phase_cuda_table_words(op.n_expert, op.n_slots, n_ids);
     if (n_ids <= 0 || n_ids > PHASE_MAX_IDS || std::min(n_ids, op.n_expert) > op.n_slots || words > PHASE_CUDA_TABLE_WORDS ||
@@ -337,7 +337,7 @@ cudaError_t phase_cuda_fetch(const phase_fetch_op & op, const phase_cuda_ids & i
     const lookup_args lookup = { ids, op.n_expert, op.n_slots, state, slots, op.counters };
     cudaError_t error = multiprocessors(blocks);
     if (error == cudaSuccess) {
-        error = launch(lookup_kernel, lookup, 1, words*sizeof(int32_t), stream, pdl);
+        error = launch(lookup_kernel, lookup, 1, words*sizeof(int32_t), stream, pdl && !joined);
     }
     return error != cudaSuccess ? error : launch(copy_kernel, copy_args_of(op, state), blocks, 0, stream, pdl);
 }

@@ -5,6 +5,8 @@
 
 #include "expert-op.h"
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 // The routed experts of a batch in device memory; the ids of one token are contiguous.
@@ -24,10 +26,32 @@ constexpr int32_t phase_cuda_table_words(int32_t n_expert, int32_t n_slots, int3
 
 // Queues two kernels: lookup, then copy of what is missing. No host synchronisation; may be captured. `op` is read during the call
 // only. `pdl`: both kernels may be launched before their predecessor ends (compute capability 9.0 and PTX built for it, which
-// phase_cuda_can_use_pdl tells). `blocks`: of the copy, 0 for one per multiprocessor.
+// phase_cuda_can_use_pdl tells). `blocks`: of the copy, 0 for one per multiprocessor. `joined`: `stream` has just been
+// made to wait for another one, so the first kernel starts behind both.
 // cudaErrorInvalidValue: too many ids, too few slots, or tables beyond PHASE_CUDA_TABLE_WORDS.
 cudaError_t phase_cuda_fetch(const phase_fetch_op & op, const phase_cuda_ids & ids, int32_t * state, int32_t * slots,
-        cudaStream_t stream, bool pdl, int blocks = 0);
+        cudaStream_t stream, bool pdl, int blocks = 0, bool joined = false);
+
+struct phase_cuda_activations {
+    const char * data;        // F32 [n_embd] of each token
+    size_t       token_bytes; // from one token to the next
+    int32_t      n_embd;
+    int32_t      n_tokens;
+};
+
+struct phase_cuda_router {
+    enum type_t { F32, F16, BF16 } type;
+    const void * data; // [n_expert][n_embd]
+};
+
+// Predicts n_predict experts per token and queues their copies on a stream beside `stream`, behind what is queued there now. May be
+// captured. `scratch`: see expert-op.h. phase_cuda_join_prefetch() has to follow on the same thread, before the same layer's fetch and
+// before the end of a capture. cudaErrorInvalidValue: as phase_cuda_fetch(), for n_predict*n_tokens ids.
+cudaError_t phase_cuda_prefetch(const phase_prefetch_op & op, const phase_cuda_activations & x, const phase_cuda_router & router,
+        int32_t n_predict, int32_t * state, int32_t * scratch, cudaStream_t stream);
+
+// Makes `stream` wait for the prefetch in flight. waited: there was one.
+cudaError_t phase_cuda_join_prefetch(cudaStream_t stream, bool & waited);
 
 // Queues the copies of the jobs that `state` lists.
 cudaError_t phase_cuda_fill(const phase_fetch_op & op, const int32_t * state, cudaStream_t stream);

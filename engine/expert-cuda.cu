@@ -7,21 +7,28 @@
 #include "ggml-backend-impl.h"
 #include "ggml-impl.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
 static std::atomic<uint64_t> n_replays{0};
 
+// All structs of ours begin with magic and kind.
+struct phase_op_head {
+    uint32_t      magic;
+    phase_op_kind kind;
+};
+
 // The struct of a node that is ours, else null. Names and types come first: the userdata of others may point to anything.
-static const phase_fetch_op * op_of(const ggml_tensor * node) {
-    const bool named = strcmp(node->name, "phase_fetch") == 0 || strcmp(node->name, "phase_stream") == 0;
-    if (node->op != GGML_OP_CUSTOM || !named || node->type != GGML_TYPE_I32 || !node->src[0] || node->src[0]->type != GGML_TYPE_I32 ||
-            !node->src[1] || node->src[1]->type != GGML_TYPE_I32) {
+static const phase_op_head * op_of(const ggml_tensor * node) {
+    static constexpr const char * NAMES[] = { "phase_fetch", "phase_prefetch", "phase_stream" };
+    const bool named = std::any_of(std::begin(NAMES), std::end(NAMES), [&](const char * name) { return strcmp(node->name, name) == 0; });
+    if (node->op != GGML_OP_CUSTOM || !named || node->type != GGML_TYPE_I32 || !node->src[0] || !node->src[1]) {
         return nullptr;
     }
     ggml_custom_op_params params;
     memcpy(&params, node->op_params, sizeof(params));
-    const auto * op = (const phase_fetch_op *) params.userdata; // magic and kind begin both structs
+    const auto * op = (const phase_op_head *) params.userdata;
     return op && op->magic == PHASE_OP_MAGIC ? op : nullptr;
 }
 
@@ -30,21 +37,29 @@ static phase_cuda_ids ids_of(const ggml_tensor * node) {
     return { (const char *) ids->data, ids->nb[1], (int32_t) ids->ne[0], (int32_t) ids->ne[1] };
 }
 
+static int64_t n_predict_of(const ggml_tensor * node) {
+    return (node->ne[0] - ((const phase_prefetch_op *) op_of(node))->n_expert)/2;
+}
+
 bool phase_cuda_supports_op(const ggml_tensor * node) {
     const auto * op = op_of(node);
-    if (!op || node->src[0]->nb[0] != sizeof(int32_t)) {
+    if (!op || node->src[0]->nb[0] != sizeof(int32_t)) { // of an id or an activation
         return false;
     }
-    if (op->kind == PHASE_OP_STREAM) {
-        return true;
+    const auto fits = [](const phase_fetch_op & fetch, int64_t n_ids) {
+        return n_ids <= PHASE_MAX_IDS && phase_cuda_table_words(fetch.n_expert, fetch.n_slots, (int32_t) n_ids) <= PHASE_CUDA_TABLE_WORDS;
+    };
+    switch (op->kind) {
+        case PHASE_OP_FETCH:    return fits(*(const phase_fetch_op *) op, ggml_nelements(node));
+        case PHASE_OP_PREFETCH: return fits(*((const phase_prefetch_op *) op)->next, n_predict_of(node)*node->ne[1]);
+        case PHASE_OP_STREAM:   return true;
     }
-    const int64_t n_ids = ggml_nelements(node);
-    return n_ids <= PHASE_MAX_IDS && phase_cuda_table_words(op->n_expert, op->n_slots, (int32_t) n_ids) <= PHASE_CUDA_TABLE_WORDS;
+    return false;
 }
 
 bool phase_cuda_capturable(const ggml_tensor * node) {
     const auto * op = op_of(node);
-    return op && op->kind == PHASE_OP_FETCH;
+    return op && op->kind != PHASE_OP_STREAM;
 }
 
 static bool use_pdl() {
@@ -64,21 +79,42 @@ static bool use_pdl() {
 #endif
 }
 
+static void compute_fetch(ggml_backend_cuda_context & ctx, const phase_fetch_op & op, ggml_tensor * node) {
+    GGML_ASSERT((size_t) ggml_nelements(node->src[1]) >= phase_state_words(op.n_expert, op.n_slots));
+    bool waited = false;
+    CUDA_CHECK(phase_cuda_join_prefetch(ctx.stream(), waited));
+    // a kernel that depends on two streams cannot be launched before its predecessors end
+    CUDA_CHECK(phase_cuda_fetch(op, ids_of(node), (int32_t *) node->src[1]->data, (int32_t *) node->data, ctx.stream(), use_pdl(), 0, waited));
+}
+
+static void compute_prefetch(ggml_backend_cuda_context & ctx, const phase_prefetch_op & op, ggml_tensor * node) {
+    const auto * x      = node->src[0];
+    const auto * router = node->src[1];
+
+    const phase_cuda_activations activations = { (const char *) x->data, x->nb[1], (int32_t) x->ne[0], (int32_t) x->ne[1] };
+    const auto type = router->type == GGML_TYPE_F16 ? phase_cuda_router::F16 : router->type == GGML_TYPE_BF16 ? phase_cuda_router::BF16 : phase_cuda_router::F32;
+    CUDA_CHECK(phase_cuda_prefetch(op, activations, { type, router->data }, (int32_t) n_predict_of(node), (int32_t *) node->src[2]->data,
+            (int32_t *) node->data, ctx.stream()));
+}
+
 bool phase_cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
     const auto * op = op_of(node);
     if (!op) {
         return false;
     }
-    const auto ids   = ids_of(node);
-    auto     * state = (int32_t *) node->src[1]->data;
-    auto     * dst   = (int32_t *) node->data;
-    if (op->kind == PHASE_OP_FETCH) {
-        GGML_ASSERT((size_t) ggml_nelements(node->src[1]) >= phase_state_words(op->n_expert, op->n_slots));
-        CUDA_CHECK(phase_cuda_fetch(*op, ids, state, dst, ctx.stream(), use_pdl()));
-    } else {
-        CUDA_CHECK(phase_cuda_stream(*(const phase_stream_op *) op, ids, state, dst, ctx.stream()));
+    switch (op->kind) {
+        case PHASE_OP_FETCH:    compute_fetch   (ctx, *(const phase_fetch_op    *) op, node); break;
+        case PHASE_OP_PREFETCH: compute_prefetch(ctx, *(const phase_prefetch_op *) op, node); break;
+        case PHASE_OP_STREAM:
+            CUDA_CHECK(phase_cuda_stream(*(const phase_stream_op *) op, ids_of(node), (int32_t *) node->src[1]->data, (int32_t *) node->data, ctx.stream()));
+            break;
     }
     return true;
+}
+
+void phase_cuda_finish(ggml_backend_cuda_context & ctx) {
+    bool waited = false;
+    CUDA_CHECK(phase_cuda_join_prefetch(ctx.stream(), waited));
 }
 
 void phase_cuda_count_replay() {

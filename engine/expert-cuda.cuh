@@ -17,6 +17,9 @@ bool phase_cuda_capturable(const ggml_tensor * op);
 // Runs a node that is ours; false: it is not.
 bool phase_cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 
+// Called behind the last node of a graph, before a capture ends.
+void phase_cuda_finish(ggml_backend_cuda_context & ctx);
+
 // Called once per launch of a CUDA graph.
 void phase_cuda_count_replay();
 

@@ -5,7 +5,10 @@
 #include "ggml.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <numeric>
+#include <vector>
 
 static std::vector<int32_t> read_ids(const ggml_tensor * ids) {
     std::vector<int32_t> out;
@@ -18,6 +21,17 @@ static std::vector<int32_t> read_ids(const ggml_tensor * ids) {
     return out;
 }
 
+static void copy_jobs(const slot_policy & policy, const phase_fetch_op & op) {
+    for (int32_t j = 0; j < *policy.n_jobs; ++j) {
+        const size_t expert = policy.jobs[2*j];
+        const size_t slot   = policy.jobs[2*j + 1];
+        for (int32_t i = 0; i < op.n_tensors; ++i) {
+            const auto & t = op.tensors[i];
+            std::memcpy(t.dst + slot*t.stride, t.src + expert*t.stride, t.stride);
+        }
+    }
+}
+
 static void compute_fetch(ggml_tensor * dst, int ith, int, void * userdata) {
     if (ith != 0) {
         return;
@@ -28,15 +42,53 @@ static void compute_fetch(ggml_tensor * dst, int ith, int, void * userdata) {
 
     const auto ids = read_ids(dst->src[0]);
     policy.fetch(ids.data(), (int32_t) ids.size(), (int32_t *) dst->data, *op.counters);
+    copy_jobs(policy, op);
+}
 
-    for (int32_t j = 0; j < *policy.n_jobs; ++j) {
-        const size_t expert = policy.jobs[2*j];
-        const size_t slot   = policy.jobs[2*j + 1];
-        for (int32_t i = 0; i < op.n_tensors; ++i) {
-            const auto & t = op.tensors[i];
-            std::memcpy(t.dst + slot*t.stride, t.src + expert*t.stride, t.stride);
-        }
+static float router_weight(const ggml_tensor * router, int64_t i, int64_t expert) {
+    const char * p = (const char *) router->data + expert*router->nb[1] + i*router->nb[0];
+    switch (router->type) {
+        case GGML_TYPE_F16:  return ggml_fp16_to_fp32(*(const ggml_fp16_t *) p);
+        case GGML_TYPE_BF16: return ggml_bf16_to_fp32(*(const ggml_bf16_t *) p);
+        default:             return *(const float *) p;
     }
+}
+
+static void compute_prefetch(ggml_tensor * dst, int ith, int, void * userdata) {
+    if (ith != 0) {
+        return;
+    }
+    const auto & op     = *(const phase_prefetch_op *) userdata;
+    const auto * x      = dst->src[0];
+    const auto * router = dst->src[1];
+
+    const int64_t n_tokens  = dst->ne[1];
+    const int32_t n_predict = (int32_t) (dst->ne[0] - op.n_expert)/2;
+
+    float   * scores = (float *) dst->data;
+    int32_t * ids    = (int32_t *) scores + n_tokens*op.n_expert;
+    int32_t * slots  = ids + n_tokens*n_predict;
+
+    for (int64_t t = 0; t < n_tokens; ++t) {
+        const float * row   = (const float *) ((const char *) x->data + t*x->nb[1]);
+        float       * score = scores + t*op.n_expert;
+        for (int32_t e = 0; e < op.n_expert; ++e) {
+            float sum = 0.0f;
+            for (int64_t i = 0; i < x->ne[0]; ++i) {
+                sum += row[i]*router_weight(router, i, e);
+            }
+            score[e] = op.bias ? 1.0f/(1.0f + std::exp(-sum)) + op.bias[e] : sum;
+        }
+        std::vector<int32_t> order(op.n_expert);
+        std::iota(order.begin(), order.end(), 0);
+        std::partial_sort(order.begin(), order.begin() + n_predict, order.end(),
+                [&](int32_t a, int32_t b) { return score[a] != score[b] ? score[a] > score[b] : a < b; });
+        std::copy_n(order.begin(), n_predict, ids + t*n_predict);
+    }
+
+    slot_policy policy((int32_t *) dst->src[2]->data, op.n_expert, op.next->n_slots);
+    policy.fetch(ids, (int32_t) n_tokens*n_predict, slots, *op.counters);
+    copy_jobs(policy, *op.next);
 }
 
 // Synchronous: on the CPU nothing overlaps, the ring is there so that its logic can be tested.
@@ -68,19 +120,34 @@ static void compute_stream(ggml_tensor * dst, int ith, int, void * userdata) {
     op.counters->looked_up += ids.size();
 }
 
-static ggml_tensor * build(ggml_context * ctx, ggml_tensor * ids, ggml_tensor * state, ggml_tensor ** tensors, int32_t n_tensors,
-        ggml_custom_op_t compute, void * op, const char * name) {
-    ggml_tensor * args[2 + PHASE_MAX_TENSORS] = { ids, state };
-    std::copy(tensors, tensors + n_tensors, args + 2);
-    ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_I32, ids->ne[0], ids->ne[1], 1, 1, args, 2 + n_tensors, compute, 1, op);
+using tensor_list = std::vector<ggml_tensor *>;
+
+static ggml_tensor * build(ggml_context * ctx, int64_t ne0, int64_t ne1, tensor_list args, ggml_custom_op_t compute, void * op, const char * name) {
+    ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_I32, ne0, ne1, 1, 1, args.data(), (int) args.size(), compute, 1, op);
     ggml_set_name(node, name);
     return node;
 }
 
-ggml_tensor * phase_build_fetch(ggml_context * ctx, phase_fetch_op & op, ggml_tensor * ids, ggml_tensor * state, ggml_tensor ** tensors) {
-    return build(ctx, ids, state, tensors, op.n_tensors, compute_fetch, &op, "phase_fetch");
+ggml_tensor * phase_build_fetch(ggml_context * ctx, phase_fetch_op & op, ggml_tensor * ids, ggml_tensor * state, ggml_tensor ** tensors,
+        ggml_tensor * keep) {
+    tensor_list args = { ids, state };
+    args.insert(args.end(), tensors, tensors + op.n_tensors);
+    if (keep) {
+        args.push_back(keep);
+        args.push_back(keep->src[0]);
+    }
+    return build(ctx, ids->ne[0], ids->ne[1], std::move(args), compute_fetch, &op, "phase_fetch");
+}
+
+ggml_tensor * phase_build_prefetch(ggml_context * ctx, phase_prefetch_op & op, int32_t n_predict, ggml_tensor * x, ggml_tensor * router,
+        ggml_tensor * state, ggml_tensor ** tensors) {
+    tensor_list args = { x, router, state };
+    args.insert(args.end(), tensors, tensors + op.next->n_tensors);
+    return build(ctx, op.n_expert + 2*n_predict, x->ne[1], std::move(args), compute_prefetch, &op, "phase_prefetch");
 }
 
 ggml_tensor * phase_build_stream(ggml_context * ctx, phase_stream_op & op, ggml_tensor * ids, ggml_tensor * state, ggml_tensor ** tensors) {
-    return build(ctx, ids, state, tensors, op.n_tensors, compute_stream, &op, "phase_stream");
+    tensor_list args = { ids, state };
+    args.insert(args.end(), tensors, tensors + op.n_tensors);
+    return build(ctx, ids->ne[0], ids->ne[1], std::move(args), compute_stream, &op, "phase_stream");
 }

@@ -1,18 +1,27 @@
 #pragma once
 
-// What the two graph operators, fetch and stream, hand from the graph (libllama) to the backend that runs them. Both are
+// What the graph operators, fetch, prefetch and stream, hand from the graph (libllama) to the backend that runs them. All are
 // GGML_OP_CUSTOM nodes whose userdata points to one of the structs below; the struct lives as long as its context, its
 // addresses change only between graphs (a transaction drops every graph first).
 //
 //   fetch   src[0] ids    I32 [n_used, n_tokens], rows may be strided
 //           src[1] state  I32, layout below
 //           src[2..]      arena tensors, like the experts with n_slots in place of n_expert
+//           last two      when there is a prefetch for this layer: its node and that node's x, so that their memory stays theirs
 //           dst           I32 [n_used, n_tokens]: slot of each id
+//
+//   prefetch  guesses what the next layer will choose, from this layer's activations, and copies beside the computation. It stands
+//           behind this layer's fetch; the next layer's fetch waits for it. A wrong guess costs link time, never a result.
+//           src[0] x      F32 [n_embd, n_tokens], input of this layer's experts
+//           src[1] router F32, F16 or BF16 [n_embd, n_expert] of the next layer
+//           src[2] state, src[3..] arena tensors of the next layer
+//           dst           I32 [n_expert + 2*n_predict, n_tokens], scratch in three blocks without gaps:
+//                         | scores[n_tokens][n_expert] | ids[n_tokens][n_predict] | slots[n_tokens][n_predict] |
 //
 //   stream  src[0] ids, src[1] state, src[2..] ring tensors shaped like the whole experts
 //           dst           I32 [n_used, n_tokens]: the ids
 //
-// The nodes are named phase_fetch and phase_stream and must keep those names: a backend looks at userdata only then, since that of
+// The nodes are named phase_fetch, phase_prefetch and phase_stream and must keep those names: a backend looks at userdata only then, since that of
 // other custom nodes may point to anything.
 //
 // State of a layer, 32-bit words in the memory of the device that owns the layer, one block:
@@ -34,14 +43,15 @@
 
 struct ggml_tensor;
 
-constexpr uint32_t PHASE_OP_MAGIC    = 0x6c6c7068; // first word of both structs
+constexpr uint32_t PHASE_OP_MAGIC    = 0x6c6c7068; // first word of the structs
 constexpr int32_t  PHASE_MAX_IDS     = 1024;       // ids of one fetch
 constexpr int32_t  PHASE_MAX_TENSORS = 3;          // gate, up, down; or gate_up, down
 constexpr int32_t  PHASE_SEEN_TOKENS = 256;
 
 enum phase_op_kind : uint32_t {
-    PHASE_OP_FETCH  = 1,
-    PHASE_OP_STREAM = 2,
+    PHASE_OP_FETCH    = 1,
+    PHASE_OP_STREAM   = 2,
+    PHASE_OP_PREFETCH = 3,
 };
 
 // Written by the operator, read by the host at any time; in memory that host and device share.
@@ -69,6 +79,20 @@ struct phase_fetch_op {
 
     phase_op_tensor     tensors[PHASE_MAX_TENSORS] = {};
     phase_op_counters * counters = nullptr;
+};
+
+// The next layer's experts by its router, applied to this layer's activations. The ids it predicts are looked up as fetch does (those
+// resident get the newest stamp).
+struct phase_prefetch_op {
+    uint32_t      magic = PHASE_OP_MAGIC;
+    phase_op_kind kind  = PHASE_OP_PREFETCH;
+
+    int32_t n_expert = 0;
+
+    const float          * bias = nullptr; // [n_expert] in the memory of the router, added to the sigmoid of its scores; null: none
+    const phase_fetch_op * next = nullptr; // experts, arena and slots; its counters are not used
+
+    phase_op_counters * counters = nullptr; // looked_up: predictions; missed: experts copied
 };
 
 // The ring of one device: n_regions byte regions, each as large as the largest layer. Layer number `position` (0 .. n_layers-1, in the

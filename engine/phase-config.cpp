@@ -185,6 +185,8 @@ phase_config phase_config_parse(const phase_environment & env) {
             config.expert_slots = (int32_t) parsed;
         } else if (name == "LLAMA_PHASE_RING") {
             config.ring_regions = (int32_t) parsed;
+        } else if (name == "LLAMA_PHASE_PREFETCH") {
+            config.prefetch = (int32_t) parsed;
         } else if (name == "LLAMA_PHASE_RESTORE") {
             config.restore = (phase_restore) parsed;
         } else if (name == "LLAMA_PHASE_BUDGET_MIB") {

@@ -156,7 +156,6 @@ int64_t phase_context::reserve_buffers(bool prefill) {
             drop_buffers();
             experts->free_ring();
             experts->allocate_ring(regions - 1, [](const char *) {});
-            experts->start_ring(backends());
             shrunk = error.what();
         }
     }
@@ -194,6 +193,17 @@ void phase_context::unpark_graphs(bool prefill, size_t max_nodes) {
     }
 }
 
+// Inputs of a micro-batch (masks) are written in pinned memory.
+void phase_context::pool_host_buffers() {
+    for (size_t i = 0; i < ctx.backend_ptrs.size() && !pinned; ++i) {
+        auto *& type = ctx.backend_buft[i];
+        if (ggml_backend_buft_is_host(type) && type != ggml_backend_cpu_buffer_type()) {
+            pinned.reset(new host_pool(type));
+            type = pinned->type();
+        }
+    }
+}
+
 // llama_context::sched_reserve() without what is known since the context was created (fused operators, node counts for the log): it
 // plans three graphs, a switch needs one for the prefill and two for the decode phase. The plan made last is the one that the next
 // batch finds, so generation comes after the worst case.
@@ -203,6 +213,7 @@ void phase_context::reserve(bool prefill) {
     const uint32_t n_outputs = std::min(n_tokens, ctx.cparams.n_outputs_max);
     const size_t   max_nodes = ctx.graph_max_nodes(n_tokens);
 
+    pool_host_buffers();
     const auto plan = [&] {
         unpark_graphs(prefill, max_nodes);
         ctx.sched.reset(ggml_backend_sched_new(ctx.backend_ptrs.data(), ctx.backend_buft.data(), ctx.backend_ptrs.size(), max_nodes,
@@ -275,9 +286,13 @@ int64_t phase_context::allocate_ring(const fault_point & fault) {
     if (!experts) {
         return 0;
     }
-    const size_t bytes = experts->allocate_ring(experts->ring_regions_wanted(), fault);
-    experts->start_ring(backends());
-    return (int64_t) bytes;
+    return (int64_t) experts->allocate_ring(experts->ring_regions_wanted(), fault);
+}
+
+void phase_context::start_ring() {
+    if (experts) {
+        experts->start_ring(backends());
+    }
 }
 
 void phase_context::note_no_slots(const std::string & reason) {

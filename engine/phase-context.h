@@ -6,6 +6,7 @@
 //
 // Called by src/llama-context.cpp (creation, memory, each decode) and by phase-group.
 
+#include "host-pool.h"
 #include "phase-config.h"
 
 #include "ggml-backend.h"
@@ -58,6 +59,9 @@ struct phase_context {
     int64_t allocate_ring(const fault_point & fault);
     int64_t free_ring();
 
+    // Lets the first layers' copies begin. An allocation waits for copies in flight, so this comes behind the last one of all members.
+    void start_ring();
+
     void note_no_slots(const std::string & reason);
 
     // Forgets what did not fit.
@@ -82,6 +86,7 @@ struct phase_context {
     friend class phase_memory_scope;
 
     void        reserve(bool prefill);
+    void        pool_host_buffers();
     void        park_graphs();
     void        unpark_graphs(bool prefill, size_t max_nodes);
     void        check_budget();
@@ -93,6 +98,8 @@ struct phase_context {
     const phase_config config;
 
     bool pipeline_parallel = false; // of the decode phase
+
+    std::unique_ptr<host_pool> pinned; // of the compute buffers
 
     // the graphs of the phase that is not planned now: [decode, prefill]
     struct parked_graphs {

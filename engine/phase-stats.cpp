@@ -85,6 +85,8 @@ static json experts_json(const expert_stats & experts) {
         { "graph_replays",   experts.graph_replays },
         { "slots",           counters(total(experts, &expert_layer_stats::slots), copied_bytes(experts, &expert_layer_stats::slots)) },
     };
+    const auto prefetch = total(experts, &expert_layer_stats::prefetch);
+    result["prefetch"] = { { "predicted", prefetch.looked_up }, { "copied", prefetch.missed }, { "copied_bytes", copied_bytes(experts, &expert_layer_stats::prefetch) } };
     const auto ring = total(experts, &expert_layer_stats::ring);
     result["ring"] = { { "layers_streamed", ring.runs }, { "copied_bytes", copied_bytes(experts, &expert_layer_stats::ring) } };
 
@@ -92,6 +94,7 @@ static json experts_json(const expert_stats & experts) {
     for (const auto & layer : experts.layers) {
         json entry = { { "layer", layer.il }, { "device", layer.device } };
         entry.update(counters(layer.slots, layer.slots.missed*layer.expert_bytes));
+        entry["prefetched"] = layer.prefetch.missed;
         layers.push_back(std::move(entry));
     }
     result["layers"] = std::move(layers);
@@ -217,21 +220,23 @@ static void experts_prometheus(prometheus_text & text, const std::vector<expert_
         return;
     }
     phase_op_counters sum = {};
-    uint64_t copied = 0, streamed = 0, slot_bytes = 0, ring_bytes = 0;
+    uint64_t copied = 0, prefetched = 0, streamed = 0, slot_bytes = 0, ring_bytes = 0;
     for (const auto & experts : members) {
         const auto c = total(experts, &expert_layer_stats::slots);
         sum.looked_up += c.looked_up;
         sum.missed    += c.missed;
         sum.evicted   += c.evicted;
         copied     += copied_bytes(experts, &expert_layer_stats::slots);
+        prefetched += copied_bytes(experts, &expert_layer_stats::prefetch);
         streamed   += copied_bytes(experts, &expert_layer_stats::ring);
         slot_bytes += experts.slot_bytes;
         ring_bytes += experts.ring_bytes;
     }
     text.one("llama_phase_expert_lookups_total",      "counter", "Experts looked up in the slots.",                 (double) sum.looked_up);
-    text.one("llama_phase_expert_misses_total",       "counter", "Experts copied into a slot.",                     (double) sum.missed);
+    text.one("llama_phase_expert_misses_total",       "counter", "Experts that a lookup had to copy.",              (double) sum.missed);
     text.one("llama_phase_expert_evictions_total",    "counter", "Of those, copied over another expert.",           (double) sum.evicted);
     text.one("llama_phase_expert_copied_bytes_total", "counter", "Bytes copied into slots.",                        (double) copied);
+    text.one("llama_phase_prefetched_bytes_total",    "counter", "Bytes copied into slots ahead of a lookup.",       (double) prefetched);
     text.one("llama_phase_streamed_bytes_total",      "counter", "Bytes streamed through the ring.",                (double) streamed);
     text.one("llama_phase_slots",                     "gauge",   "Slots per layer.",                                (double) members[0].n_slots);
     text.one("llama_phase_slot_bytes",                "gauge",   "Device memory of the slots.",                     (double) slot_bytes);

@@ -35,6 +35,7 @@ struct expert_layer_stats {
     phase_op_counters slots        = {}; // decode phase
     phase_op_counters ring         = {}; // prefill phase
     uint64_t          expert_bytes = 0;  // of one expert
+    phase_op_counters prefetch     = {}; // of this layer's experts, by the layer before
 };
 
 struct expert_stats {

@@ -16,8 +16,8 @@
 #define PHASE_STEP_LEAVE_DROP_PREFILL    "leave.drop_prefill_buffers"
 #define PHASE_STEP_LEAVE_FREE_RING       "leave.free_ring"
 #define PHASE_STEP_LEAVE_ALLOCATE_SLOTS  "leave.allocate_slots"
-#define PHASE_STEP_LEAVE_REFILL          "leave.refill_slots"
 #define PHASE_STEP_LEAVE_RESERVE_DECODE  "leave.reserve_decode_buffers"
+#define PHASE_STEP_LEAVE_REFILL          "leave.refill_slots"
 #define PHASE_STEP_LEAVE_RETRY_DECODE    "leave.retry_decode_buffers"
 
 // not steps, but attempts inside a step that has fallbacks
@@ -39,8 +39,8 @@ inline const char * const PHASE_STEPS[] = {
     PHASE_STEP_LEAVE_DROP_PREFILL,
     PHASE_STEP_LEAVE_FREE_RING,
     PHASE_STEP_LEAVE_ALLOCATE_SLOTS,
-    PHASE_STEP_LEAVE_REFILL,
     PHASE_STEP_LEAVE_RESERVE_DECODE,
+    PHASE_STEP_LEAVE_REFILL,
     PHASE_STEP_LEAVE_RETRY_DECODE,
     PHASE_STEP_SLOTS_ALLOCATE,
     PHASE_STEP_RING_ALLOCATE,

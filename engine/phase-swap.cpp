@@ -48,7 +48,9 @@ void phase_group::enter() {
     const auto slots    = for_each_member(members, [&](phase_context & m) { return m.allocate_slots(fault) + m.refill_slots(); });
     const auto ring     = for_each_member(members, [&](phase_context & m) { return m.allocate_ring(fault); });
     const auto no_ring  = for_each_member(members, [](phase_context & m) { return m.free_ring(); });
-    const auto prefill  = for_each_member(members, [](phase_context & m) { return m.reserve_buffers(true); });
+    const auto reserve  = for_each_member(members, [](phase_context & m) { return m.reserve_buffers(true); });
+    const auto start    = for_each_member(members, [](phase_context & m) { m.start_ring(); return 0; });
+    const auto prefill  = [&] { return reserve() + start(); };
 
     {
         std::lock_guard<std::mutex> guard(lock);
@@ -121,14 +123,15 @@ void phase_group::leave() {
     const auto decode   = for_each_member(members, [](phase_context & m) { return m.reserve_buffers(false); });
     const auto retry    = [&] { return drop() + no_ring() + no_slots() + decode(); };
 
-    // quiesce comes first for the copies in flight; what the prompt chose is read before the slots' state is written anew
+    // quiesce comes first for the copies in flight; what the prompt chose is read before the slots' state is written anew; refill comes
+    // last, since an allocation waits for copies in flight
     phase_report report = run({
         { PHASE_STEP_LEAVE_QUIESCE,        [&] { return quiesce() + remember(); }, "", nullptr },
         { PHASE_STEP_LEAVE_DROP_PREFILL,   drop,    "", nullptr },
         { PHASE_STEP_LEAVE_FREE_RING,      no_ring, "", nullptr },
         { PHASE_STEP_LEAVE_ALLOCATE_SLOTS, slots,   "", nullptr },
-        { PHASE_STEP_LEAVE_REFILL,         refill,  "", nullptr },
         { PHASE_STEP_LEAVE_RESERVE_DECODE, decode,  "", nullptr },
+        { PHASE_STEP_LEAVE_REFILL,         refill,  "", nullptr },
     });
     if (report.outcome != PHASE_COMMITTED) {
         LLAMA_LOG_WARN("llama-phase: leaving the prefill phase: step %s failed, retrying without slots: %s\n", report.failed_step.c_str(), report.reason.c_str());

@@ -1,10 +1,11 @@
 """Side-by-side measurement of server configurations: one model, the same prompts, one run.
 
-    python -m llama_phase.bench MODEL [--suite cpu|gpu] [--runs N] [--rounds N] [--only NAME,...] [--json FILE]
+    python -m llama_phase.bench MODEL [--suite cpu|gpu] [--runs N] [--rounds N] [--only NAME]... [--json FILE]
 
 Each round starts the configurations one after the other (so that a drift of the machine hits all of them), and each
-asks for the same texts: short prompts with long answers (decode), and long prompts with short answers (prefill, time to
-first token). One warm-up of either kind is not counted. Figures are medians; times are those the server measures.
+asks for the same texts: short prompts with long answers (decode; first random tokens, then prose), and long prompts
+with short answers (prefill, time to first token). One warm-up of each kind is not counted. Figures are medians; times
+are those the server measures.
 Configurations that are not ours are what a user would run otherwise, on the same build without LLAMA_PHASE_*.
 """
 
@@ -29,6 +30,7 @@ from rich.table import Table
 
 from llama_phase.client import Client
 from llama_phase.errors import LlamaPhaseError
+from llama_phase.prompt_texts import PROMPT_TEXTS
 from llama_phase.server import Server
 from llama_phase.settings import Settings
 
@@ -55,7 +57,7 @@ class Workload:
 
 @dataclass
 class Sample:
-    """One request: `kind` is decode or prefill; milliseconds and tokens per second as the server reports them."""
+    """One request of `kind` decode, prose or prefill; milliseconds and tokens per second as the server reports them."""
 
     kind: str
     text: int
@@ -64,6 +66,7 @@ class Sample:
     predicted_per_second: float
     hit_rate: float | None = None
     copied_bytes: int = 0
+    prefetched_bytes: int = 0
     streamed_bytes: int = 0
     enter_ms: float | None = None
     leave_ms: float | None = None
@@ -76,21 +79,23 @@ def prompt_tokens(n: int, text: int, vocabulary: int) -> list[int]:
     return [source.randrange(100, vocabulary) for _ in range(n)]
 
 
-def _experts(phase: dict[str, Any]) -> tuple[int, int, int, int]:
-    """looked up, missed, bytes copied into slots, bytes streamed; summed over the contexts"""
-    totals = [0, 0, 0, 0]
+def _experts(phase: dict[str, Any]) -> tuple[int, ...]:
+    """looked up, missed, bytes copied by lookups, ahead of them, and streamed; summed over the contexts"""
+    totals = [0] * 5
     for experts in phase.get("experts", []):
-        slots, ring = experts["slots"], experts["ring"]
-        for i, value in enumerate((slots["looked_up"], slots["missed"], slots["copied_bytes"], ring["copied_bytes"])):
+        slots = experts["slots"]
+        copied = [experts[way]["copied_bytes"] for way in ("slots", "prefetch", "ring")]
+        for i, value in enumerate((slots["looked_up"], slots["missed"], *copied)):
             totals[i] += value
-    return totals[0], totals[1], totals[2], totals[3]
+    return tuple(totals)
 
 
-def _ask(client: Client, kind: str, text: int, prompt: list[int], n_predict: int) -> Sample:
+def _ask(client: Client, kind: str, text: int, prompt: list[int] | str, n_predict: int) -> Sample:
     before = client.phase() or {}
     answer = client.completion(prompt, n_predict, cache_prompt=False, return_tokens=True, ignore_eos=True)
     after = client.phase() or {}
-    looked, missed, copied, streamed = (b - a for a, b in zip(_experts(before), _experts(after), strict=True))
+    changes = (b - a for a, b in zip(_experts(before), _experts(after), strict=True))
+    looked, missed, copied, prefetched, streamed = changes
     sample = Sample(
         kind,
         text,
@@ -99,6 +104,7 @@ def _ask(client: Client, kind: str, text: int, prompt: list[int], n_predict: int
         answer.timings["predicted_per_second"],
         hit_rate=1 - missed / looked if looked else None,
         copied_bytes=copied,
+        prefetched_bytes=prefetched,
         streamed_bytes=streamed,
         tokens=answer.tokens,
     )
@@ -116,6 +122,8 @@ def measure(configuration: Configuration, model: Path, workload: Workload, vocab
         for text in range(workload.runs + 1):
             prompt = prompt_tokens(workload.short_tokens, text, vocabulary)
             samples.append(_ask(client, "decode", text, prompt, workload.answer_tokens))
+        for text, opening in enumerate(list(PROMPT_TEXTS.values())[: workload.runs + 1]):
+            samples.append(_ask(client, "prose", text, opening, workload.answer_tokens))
         for text in range(workload.runs + 1 if workload.long_tokens else 0):
             prompt = prompt_tokens(workload.long_tokens, text, vocabulary)
             samples.append(_ask(client, "prefill", text, prompt, workload.long_answer_tokens))
@@ -172,6 +180,14 @@ def gpu_suite(threads: int) -> list[Configuration]:
             )
             for n in (4096, 8192)
         ),
+        *(
+            Configuration(
+                f"phase, {slots} slots, prefetch {n}",
+                {**phase, "ubatch": 512, "expert_slots": slots, "prefetch": n},
+                (*HOST_EXPERTS, *more),
+            )
+            for slots, n in ((64, 0), (128, 0), (256, 0), (128, 4), (128, 14), (256, 14))
+        ),
         Configuration(
             "phase, 128 slots, loaded",
             {**phase, "ubatch": 512, "expert_slots": 128},
@@ -213,21 +229,27 @@ def table(results: dict[str, list[dict[str, Any]]]) -> Table:
     """Medians over all rounds, one row a configuration; `same text` compares greedy answers with the first one."""
     shown = Table(title="medians")
     shown.add_column("configuration")
-    for column in ("decode tok/s", "hits %", "prefill tok/s", "TTFT ms", "swap ms", "MiB", "same text"):
+    columns = "decode tok/s, hits %, prose tok/s, hits %, prefill tok/s, TTFT ms, swap ms, MiB, same text"
+    for column in columns.split(", "):
         shown.add_column(column, justify="right")
     reference = _texts(next(iter(results.values())))
     for name, rounds in results.items():
         samples = [sample for one in rounds for sample in one["samples"]]
-        decode = [sample for sample in samples if sample["kind"] == "decode"]
+        decode, prose = ([sample for sample in samples if sample["kind"] == kind] for kind in ("decode", "prose"))
         prefill = [sample for sample in samples if sample["kind"] == "prefill"]
         swaps = [(s["enter_ms"] or 0) + (s["leave_ms"] or 0) for s in prefill if s["enter_ms"]]
-        hits = median(s["hit_rate"] for s in decode)
         texts = _texts(rounds)
         same = sum(texts[key] == reference.get(key) for key in texts)
         shown.add_row(
             name,
-            _number(median(s["predicted_per_second"] for s in decode)),
-            _number(hits * 100 if hits is not None else None),
+            *(
+                figure
+                for kind in (decode, prose)
+                for figure in (
+                    _number(median(s["predicted_per_second"] for s in kind)),
+                    _number(median(100 * s["hit_rate"] for s in kind if s["hit_rate"] is not None)),
+                )
+            ),
             _number(median(s["prompt_per_second"] for s in prefill), 0),
             _number(median(s["prompt_ms"] for s in prefill), 0),
             _number(median(swaps), 0),
@@ -271,13 +293,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--answer-tokens", type=int, default=300)
     parser.add_argument("--vocabulary", type=int, default=4000)
     parser.add_argument("--threads", type=int, default=16)
-    parser.add_argument("--only", default="", help="parts of names of configurations, comma-separated")
+    parser.add_argument("--only", action="append", metavar="NAME", help="part of a name; may be repeated")
     parser.add_argument("--json", type=Path, help="where all figures go")
     options = parser.parse_args(arguments)
 
     suite = (gpu_suite if options.suite == "gpu" else cpu_suite)(options.threads)
-    wanted = [part.strip() for part in options.only.split(",") if part.strip()]
-    suite = [one for one in suite if not wanted or any(part in one.name for part in wanted)]
+    suite = [one for one in suite if not options.only or any(part in one.name for part in options.only)]
     workload = Workload(runs=options.runs, long_tokens=options.long_tokens, answer_tokens=options.answer_tokens)
     console = Console(width=140 if not sys.stdout.isatty() else None)
 

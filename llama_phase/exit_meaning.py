@@ -68,6 +68,4 @@ def explain_exit(returncode: int, lines: Sequence[str], *, was_ready: bool, log:
             if match and not hint:
                 hint = text.format(*match.groups())
     kind = ServerCrash if was_ready else ServerStartError
-    return kind(
-        f"llama-server ended {when}: {name_status(returncode)}{quote}", fix=f"{hint}; {fix}" if hint else fix
-    )
+    return kind(f"llama-server ended {when}: {name_status(returncode)}{quote}", fix=f"{hint}; {fix}" if hint else fix)

@@ -1,15 +1,15 @@
 """A scripted llama-server: the same flags and routes, no model. What it does wrong is asked for in FAKE_* variables.
 
-    FAKE_LOAD_S=n          /health answers 503 for n seconds
-    FAKE_HANG=1            never becomes ready, does nothing at all
-    FAKE_EXIT=code[:line]  prints the line, ends with this code before it is ready
-    FAKE_SIGNAL=name       prints a line, ends by this signal before it is ready
-    FAKE_CRASH_AFTER=n     ends by SIGSEGV n seconds after it is ready
-    FAKE_EXIT_AFTER=code   ends with this code 0.2 s after it is ready
-    FAKE_FLOOD_MB=n        writes n MB of log before it is ready
-    FAKE_IGNORE_TERM=1     ignores SIGTERM
-    FAKE_GRANDCHILD=file   starts a child of its own, writes its pid to the file
-    FAKE_DUMP=file         writes argv and environment as JSON to the file
+FAKE_LOAD_S=n          /health answers 503 for n seconds
+FAKE_HANG=1            never becomes ready, does nothing at all
+FAKE_EXIT=code[:line]  prints the line, ends with this code before it is ready
+FAKE_SIGNAL=name       prints a line, ends by this signal before it is ready
+FAKE_CRASH_AFTER=n     ends by SIGSEGV n seconds after it is ready
+FAKE_EXIT_AFTER=code   ends with this code 0.2 s after it is ready
+FAKE_FLOOD_MB=n        writes n MB of log before it is ready
+FAKE_IGNORE_TERM=1     ignores SIGTERM
+FAKE_GRANDCHILD=file   starts a child of its own, writes its pid to the file
+FAKE_DUMP=file         writes argv and environment as JSON to the file
 """
 
 from __future__ import annotations

@@ -55,6 +55,22 @@ def test_any_number_of_slots(servers: ExpertFleet, prompt, model: str, n_slots: 
         assert counters["evicted"] == 0 and counters["missed"] <= N_EXPERT * N_LAYER
 
 
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_prefetch_changes_nothing_but_the_misses(servers: ExpertFleet, prompt, model: str) -> None:
+    """Experts predicted and copied ahead, rightly or not: the same answers, fewer lookups that have to copy."""
+    missed_with = {}
+    for predicted in ("0", "1", "auto", "64"):
+        server = servers.slots(model, 8, EXPERT_BATCH=2, PREFETCH=predicted)
+        for n in (1, 2, 20):
+            tokens = prompt(model, n)
+            assert server.complete(tokens, n=60) == servers.stock_answer(model, tokens, 60)
+        counters = experts(server)
+        missed_with[predicted] = counters["slots"]["missed"]
+        assert (counters["prefetch"]["copied"] > 0) == (predicted != "0")
+        assert counters["layers"][0]["prefetched"] == 0, "nothing comes before the first layer"
+    assert missed_with["0"] > missed_with["1"] > missed_with["auto"]
+
+
 @pytest.mark.parametrize("batch", range(1, 9))
 def test_any_batch(servers: ExpertFleet, prompt, batch: int) -> None:
     """With the fewest slots that are safe. A prompt up to EXPERT_BATCH is served from slots, a longer one is not."""

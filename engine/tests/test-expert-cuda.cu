@@ -9,9 +9,11 @@
 
 #include "../expert-cuda-fetch.cu"
 #include "../expert-cuda-pin.cu"
+#include "../expert-cuda-prefetch.cu"
 #include "../expert-cuda-stream.cu"
 
 #include <climits>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -409,6 +411,145 @@ static void test_fetch_limits() {
     want.looked_up = 4;
     layer.expect(want, "ids out of range", 0);
     EXPECT(((const int32_t *) slots.read().data())[0] == slot[0], "the good id has its slot");
+}
+
+//
+// prefetch
+//
+
+// The best n_predict of each token, the lower id of equals. Small integers over 16: the sums are exact in any order and type.
+static std::vector<int32_t> predict(const std::vector<float> & x, const std::vector<float> & router, const std::vector<float> & bias, int32_t n_expert,
+        int32_t n_predict) {
+    const size_t n_embd = router.size()/n_expert;
+    std::vector<int32_t> ids;
+    for (size_t t = 0; t < x.size()/n_embd; ++t) {
+        std::vector<std::pair<float, int32_t>> order; // ascending
+        for (int32_t e = 0; e < n_expert; ++e) {
+            float sum = 0;
+            for (size_t i = 0; i < n_embd; ++i) {
+                sum += x[t*n_embd + i]*router[e*n_embd + i];
+            }
+            order.push_back({ -(bias.empty() ? sum : 1.0f/(1.0f + std::exp(-sum)) + bias[e]), e });
+        }
+        std::sort(order.begin(), order.end());
+        for (int32_t k = 0; k < n_predict; ++k) {
+            ids.push_back(order[k].second);
+        }
+    }
+    return ids;
+}
+
+template <typename T>
+static std::unique_ptr<device_bytes> on_device(const std::vector<float> & values) {
+    std::vector<T> converted;
+    for (float value : values) {
+        converted.push_back(T(value));
+    }
+    auto bytes = std::make_unique<device_bytes>(values.size()*sizeof(T), 0);
+    CHECK(cudaMemcpy(bytes->data, converted.data(), bytes->size, cudaMemcpyHostToDevice));
+    return bytes;
+}
+
+// Predicted while the main stream is busy, then fetched; as single launches and as a graph that is replayed.
+static void test_prefetch(phase_cuda_router::type_t type, int32_t n_tokens, bool with_bias, bool captured, int n_steps) {
+    const int32_t n_expert = 70, n_slots = 40, n_used = 5, n_predict = 6, n_embd = 100;
+    const std::vector<size_t> strides = { 4096, 1000, 18*64 };
+    const std::string what = std::string(captured ? "captured" : "single") + " prefetch, router type " + std::to_string(type) + ", tokens " + std::to_string(n_tokens);
+
+    fetch_layer  layer(n_expert, n_slots, strides);
+    reference    want(n_expert, n_slots);
+    std::mt19937 rng(3);
+    const auto   small_integers = [&](size_t n) {
+        std::vector<float> values(n);
+        for (auto & value : values) {
+            value = (float) (int32_t) (rng() % 7) - 3;
+        }
+        return values;
+    };
+    const auto router = small_integers((size_t) n_expert*n_embd);
+    const auto bias   = with_bias ? small_integers(n_expert) : std::vector<float>();
+    const auto weights     = type == phase_cuda_router::F32 ? on_device<float>(router) : type == phase_cuda_router::F16 ? on_device<__half>(router) : on_device<__nv_bfloat16>(router);
+    const auto bias_memory = on_device<float>(with_bias ? bias : std::vector<float>{ 0 });
+
+    device_bytes x(n_tokens*n_embd*sizeof(float), 0);
+    device_bytes scratch((size_t) n_tokens*(n_expert + 2*n_predict)*sizeof(int32_t), 0x55);
+    device_bytes slots(n_tokens*n_used*sizeof(int32_t), 0x55);
+    device_ids   ids(std::vector<int32_t>(n_tokens*n_used, 0), n_used, n_used);
+
+    phase_prefetch_op op;
+    op.n_expert = n_expert;
+    op.bias     = with_bias ? (const float *) bias_memory->data : nullptr;
+    op.next     = &layer.op;
+    op.counters = layer.op.counters;
+
+    cudaStream_t stream;
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    const auto queue = [&] {
+        CHECK(phase_cuda_prefetch(op, { (const char *) x.data, n_embd*sizeof(float), n_embd, n_tokens }, { type, weights->data }, n_predict,
+                (int32_t *) layer.state.data, (int32_t *) scratch.data, stream));
+        delay_kernel<<<1, 1, 0, stream>>>(20000);
+        bool waited = false;
+        CHECK(phase_cuda_join_prefetch(stream, waited));
+        EXPECT(waited, "%s: nothing was in flight", what.c_str());
+        CHECK(phase_cuda_fetch(layer.op, ids.view, (int32_t *) layer.state.data, (int32_t *) slots.data, stream, phase_cuda_can_use_pdl(), 0, waited));
+    };
+
+    cudaGraph_t     graph    = nullptr;
+    cudaGraphExec_t instance = nullptr;
+    if (captured) {
+        CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+        queue();
+        CHECK(cudaStreamEndCapture(stream, &graph));
+        CHECK(cudaGraphInstantiate(&instance, graph, nullptr, nullptr, 0));
+    }
+    for (int step = 0; step < n_steps; ++step) {
+        auto activations = small_integers((size_t) n_tokens*n_embd);
+        for (auto & value : activations) {
+            value /= 16; // a sigmoid then keeps different sums well apart
+        }
+        const auto routed      = random_ids(rng, n_expert, n_used, n_tokens, false);
+        CHECK(cudaMemcpy(x.data, activations.data(), x.size, cudaMemcpyHostToDevice));
+        CHECK(cudaMemcpy(ids.memory.data, routed.data(), routed.size()*sizeof(int32_t), cudaMemcpyHostToDevice));
+        if (captured) {
+            CHECK(cudaGraphLaunch(instance, stream));
+        } else {
+            queue();
+        }
+        CHECK(cudaStreamSynchronize(stream));
+        want.fetch(predict(activations, router, bias, n_expert, n_predict));
+        const auto want_slots = want.fetch(routed);
+        EXPECT(std::memcmp(slots.read().data(), want_slots.data(), slots.size) == 0, "%s, step %d: slot ids differ", what.c_str(), step);
+        layer.expect(want, what.c_str(), step);
+    }
+    bool waited = true;
+    CHECK(phase_cuda_join_prefetch(stream, waited));
+    EXPECT(!waited, "%s: joined twice", what.c_str());
+    if (captured) {
+        CHECK(cudaGraphExecDestroy(instance));
+        CHECK(cudaGraphDestroy(graph));
+    }
+    CHECK(cudaStreamDestroy(stream));
+}
+
+// A router that has gone wrong predicts nothing, and nothing is copied.
+static void test_prefetch_nan() {
+    fetch_layer  layer(8, 4, { 64 });
+    reference    want(8, 4);
+    const auto   x       = on_device<float>({ NAN, 1 });
+    const auto   router  = on_device<float>(std::vector<float>(16, 1.0f));
+    device_bytes scratch(12*sizeof(int32_t), 0);
+    phase_prefetch_op op;
+    op.n_expert = 8;
+    op.next     = &layer.op;
+    op.counters = layer.op.counters;
+    bool waited = false;
+    CHECK(phase_cuda_prefetch(op, { (const char *) x->data, 8, 2, 1 }, { phase_cuda_router::F32, router->data }, 2, (int32_t *) layer.state.data,
+            (int32_t *) scratch.data, nullptr));
+    CHECK(phase_cuda_join_prefetch(nullptr, waited));
+    CHECK(cudaDeviceSynchronize());
+    want.fetch({});
+    want.looked_up = 2;
+    layer.expect(want, "prefetch of NaN", 0);
 }
 
 //
@@ -831,6 +972,15 @@ int main(int argc, char ** argv) {
         }
         test_fetch_limits();
         std::printf("fetch: %d failed\n", n_failed);
+
+        for (const auto type : { phase_cuda_router::F32, phase_cuda_router::F16, phase_cuda_router::BF16 }) {
+            for (const bool captured : { false, true }) {
+                test_prefetch(type, 1, false, captured, small ? 10 : 100);
+                test_prefetch(type, 3, true,  captured, small ? 10 : 100);
+            }
+        }
+        test_prefetch_nan();
+        std::printf("prefetch: %d failed so far\n", n_failed);
 
         const int passes = small ? 8 : 120;
         for (const int32_t n_regions : { 2, 3 }) {

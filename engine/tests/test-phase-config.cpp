@@ -55,7 +55,7 @@ std::vector<std::string> split(const std::string & text) {
 std::string text(const phase_config & c) {
     std::ostringstream out;
     out << c.mode << ' ' << c.prefill_ubatch << ' ' << c.prefill_min_tokens << ' ' << c.expert_slots << ' ' << c.expert_batch << ' '
-        << c.ring_regions << ' ' << c.log << ' ' << c.restore << " budget";
+        << c.ring_regions << ' ' << c.prefetch << ' ' << c.log << ' ' << c.restore << " budget";
     for (const auto bytes : c.budget_bytes) {
         out << ' ' << bytes;
     }
@@ -136,6 +136,8 @@ TEST(choices) {
     }
     CHECK_EQ((int) phase_config_parse({ { "LLAMA_PHASE_PREFILL_MODE", "transaction" } }).mode, (int) PHASE_MODE_TRANSACTION);
     CHECK_EQ((int) phase_config_parse({ { "LLAMA_PHASE_PREFILL_MODE", "bypass" } }).mode, (int) PHASE_MODE_BYPASS);
+    CHECK_EQ(phase_config_parse({ { "LLAMA_PHASE_PREFETCH", "0" } }).prefetch, 0);
+    CHECK_EQ(phase_config_parse({ { "LLAMA_PHASE_PREFETCH", "auto" } }).prefetch, -1);
     CHECK_EQ((int) phase_config_parse({ { "LLAMA_PHASE_RESTORE", "cold" } }).restore, (int) PHASE_RESTORE_COLD);
     CHECK_EQ((int) phase_config_parse({ { "LLAMA_PHASE_RESTORE", "prompt" } }).restore, (int) PHASE_RESTORE_PROMPT);
     CHECK_EQ((int) phase_config_parse({ { "LLAMA_PHASE_LOG", "quiet" } }).log, (int) PHASE_LOG_QUIET);

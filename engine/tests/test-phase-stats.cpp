@@ -31,7 +31,7 @@ phase_stats example() {
     expert_stats target;
     target.pinned_bytes = 640; target.slot_bytes = 64; target.n_slots = 4; target.n_regions = 3; target.ring_bytes = 96; target.graph_replays = 12;
     target.layers.push_back({ 0, "GPU0", 4, { 40, 10, 6, 5 }, { 700, 32, 0, 1 }, 16 });
-    target.layers.push_back({ 3, "CPU", 4, { 20, 5, 1, 5 }, { 0, 0, 0, 0 }, 8 });
+    target.layers.push_back({ 3, "CPU", 4, { 20, 5, 1, 5 }, { 0, 0, 0, 0 }, 8, { 30, 12, 3, 6 } });
     target.unusable.emplace_back(2, "a \"quoted\"\nreason \\ with \x01 bytes");
     target.note = "fewer";
     expert_stats draft;
@@ -141,6 +141,7 @@ TEST(experts_add_up) {
     const auto & target = experts[0];
     CHECK_EQ(target["slots"], (json { { "looked_up", 60 }, { "hit", 45 }, { "missed", 15 }, { "evicted", 7 }, { "runs", 10 },
                 { "copied_bytes", 10*16 + 5*8 } }));
+    CHECK_EQ(target["prefetch"], (json { { "predicted", 30 }, { "copied", 12 }, { "copied_bytes", 12*8 } }));
     CHECK_EQ(target["ring"], (json { { "layers_streamed", 1 }, { "copied_bytes", 32*16 } }));
     REQUIRE(target["layers"].size() == 2);
     CHECK_EQ(target["layers"][1]["layer"], 3);
