@@ -83,7 +83,9 @@ void phase_context::create_slots() {
 
     std::vector<std::pair<ggml_backend_dev_t, size_t>> compute_bytes;
     for (auto * backend : ctx.backend_ptrs) {
-        compute_bytes.emplace_back(ggml_backend_get_device(backend), ggml_backend_sched_get_buffer_size(ctx.sched.get(), backend));
+        auto * dev = ggml_backend_get_device(backend);
+        // an MTP draft joins its target later, but shares the budget from the start
+        compute_bytes.emplace_back(dev, taken_bytes(dev) + (mtp ? phase_group::taken_by_target_bytes(*this, dev) : 0));
     }
     cache->create_slots(compute_bytes);
 
@@ -91,6 +93,10 @@ void phase_context::create_slots() {
     ctx.cparams.phase_experts = experts.get();
     drop_buffers();
     reserve(false);
+}
+
+const llama_model & phase_context::model() const {
+    return ctx.model;
 }
 
 phase_memory_scope::phase_memory_scope(phase_context * phase) : phase(phase) {
@@ -238,18 +244,32 @@ void phase_context::reserve(bool prefill) {
     }
 }
 
-// the ring counts against the budget too, and what the scheduler takes is known only now
+size_t phase_context::taken_bytes(ggml_backend_dev_t dev) const {
+    size_t bytes = experts ? experts->bytes(dev) : 0;
+    for (auto * backend : ctx.backend_ptrs) {
+        bytes += ctx.sched && ggml_backend_get_device(backend) == dev ? ggml_backend_sched_get_buffer_size(ctx.sched.get(), backend) : 0;
+    }
+    return bytes;
+}
+
+// The ring and the other members count against the budget too, and what the scheduler takes is known only now. Beside a GPU the
+// host has no budget.
 void phase_context::check_budget() {
     size_t index = 0;
     for (auto * backend : ctx.backend_ptrs) {
         auto *       dev    = ggml_backend_get_device(backend);
-        const size_t taken  = ggml_backend_sched_get_buffer_size(ctx.sched.get(), backend) + (experts ? experts->bytes(dev) : 0);
-        const size_t budget = config.budget_of(index++);
+        const size_t budget = budget_of(dev, index++);
+        const size_t taken  = group->taken_bytes(dev);
         if (taken > budget) {
             throw std::runtime_error(format("%s: %.0f MiB of compute buffers and ring exceed the budget of %.0f MiB by %.0f MiB",
                     ggml_backend_dev_name(dev), taken/1048576.0, budget/1048576.0, (taken - budget)/1048576.0));
         }
     }
+}
+
+size_t phase_context::budget_of(ggml_backend_dev_t dev, size_t index) const {
+    const bool host = ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_GPU && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_IGPU;
+    return host && !ctx.model.devices.empty() ? SIZE_MAX : config.budget_of(index);
 }
 
 int64_t phase_context::remember_slots() {

@@ -23,6 +23,7 @@
 struct expert_cache;
 class llm_graph_result;
 struct llama_context;
+struct llama_model;
 struct phase_device_memory;
 struct phase_group;
 
@@ -73,6 +74,11 @@ struct phase_context {
     // A scheduler without buffers, so that the context can be destroyed after a failed reserve.
     void ensure_scheduler(uint32_t n_tokens = 1);
 
+    const llama_model & model() const;
+
+    // slots or ring and compute buffers on a device
+    size_t taken_bytes(ggml_backend_dev_t dev) const;
+
     // one entry per backend of the context
     std::vector<phase_device_memory> read_memory() const;
 
@@ -90,6 +96,7 @@ struct phase_context {
     void        park_graphs();
     void        unpark_graphs(bool prefill, size_t max_nodes);
     void        check_budget();
+    size_t      budget_of(ggml_backend_dev_t dev, size_t index) const; // index: of its backend; SIZE_MAX when there is none
     std::string shortfall();
 
     std::map<ggml_backend_dev_t, ggml_backend_t> backends() const;

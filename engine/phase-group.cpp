@@ -183,6 +183,24 @@ void phase_group::note_experts() {
     }
 }
 
+size_t phase_group::taken_bytes(ggml_backend_dev_t dev) const {
+    size_t bytes = 0;
+    for (const auto * member : members) {
+        bytes += member->taken_bytes(dev);
+    }
+    return bytes;
+}
+
+size_t phase_group::taken_by_target_bytes(const phase_context & draft, ggml_backend_dev_t dev) {
+    std::lock_guard<std::mutex> guard(registry_lock);
+    for (const auto * group : registry) {
+        if (group != draft.group.get() && &group->members.front()->model() == &draft.model()) {
+            return group->taken_bytes(dev);
+        }
+    }
+    return 0;
+}
+
 void phase_group::change_experts(const std::function<void()> & change) {
     std::lock_guard<std::mutex> guard(lock);
     change();

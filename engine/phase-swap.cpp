@@ -14,7 +14,8 @@ phase_report phase_group::run(const std::vector<phase_step> & steps) {
     if (config.mode == PHASE_MODE_BYPASS) {
         auto idle = steps;
         for (auto & step : idle) {
-            step.act = nullptr;
+            step.act  = nullptr;
+            step.undo = step.undo ? [] { return int64_t(0); } : std::function<int64_t()>(); // counted and made to fail, as the acts
         }
         return phase_transaction_run(idle, faults, phase_now_ms);
     }
@@ -48,9 +49,17 @@ void phase_group::enter() {
     const auto slots    = for_each_member(members, [&](phase_context & m) { return m.allocate_slots(fault) + m.refill_slots(); });
     const auto ring     = for_each_member(members, [&](phase_context & m) { return m.allocate_ring(fault); });
     const auto no_ring  = for_each_member(members, [](phase_context & m) { return m.free_ring(); });
-    const auto reserve  = for_each_member(members, [](phase_context & m) { return m.reserve_buffers(true); });
-    const auto start    = for_each_member(members, [](phase_context & m) { m.start_ring(); return 0; });
-    const auto prefill  = [&] { return reserve() + start(); };
+    // the leader comes last: it has the large ring, which shrinks when all members' buffers together do not fit
+    const auto prefill  = [&] {
+        int64_t bytes = 0;
+        for (auto member = members.rbegin(); member != members.rend(); ++member) {
+            bytes += (*member)->reserve_buffers(true);
+        }
+        for (auto * member : members) {
+            member->start_ring();
+        }
+        return bytes;
+    };
 
     {
         std::lock_guard<std::mutex> guard(lock);
@@ -140,7 +149,7 @@ void phase_group::leave() {
         report.ms += second.ms;
         if (second.outcome == PHASE_COMMITTED) {
             report.outcome = PHASE_COMMITTED;
-            for (auto * member : members) {
+            for (auto * member : config.mode == PHASE_MODE_TRANSACTION ? members : std::vector<phase_context *>()) {
                 member->note_no_slots(report.failed_step + ": " + report.reason);
             }
         } else {

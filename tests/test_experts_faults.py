@@ -250,3 +250,17 @@ def test_bypass_keeps_the_slots(start, check) -> None:
     check(server, model, switched=False)
     assert slots_of(server) == [N_SLOTS] and server.counters()["left"] == 1
     assert_sane(server)
+
+
+@pytest.mark.parametrize("step", ["enter.reserve_prefill_buffers", "leave.refill_slots"])
+def test_bypass_with_a_fault_touches_nothing(start, check, step: str) -> None:
+    """Undo and retry are bookkeeping, too: slots, their experts and the figures stay."""
+    model = "qwen3moe"
+    server = start(model, PREFILL_MODE="bypass", FAULT=step)
+    check(server, model, switched=False)
+    check(server, model, switched=False)
+    counters = server.counters()
+    assert counters["rolled_back"] == int(step.startswith("enter")) and counters["failed"] == 0
+    assert slots_of(server) == [N_SLOTS] and "note" not in experts(server)
+    assert {step["bytes"] for step in server.phase()["last_transaction"]["steps"]} == {0}
+    assert_sane(server)

@@ -46,10 +46,14 @@ def alone(servers: ExpertFleet) -> Iterator[Callable[..., EngineServer]]:
         server.stop()
 
 
-def refusal(alone: Callable[..., EngineServer], n_slots: int | str, **more) -> str:
+def refusal_of(alone: Callable[..., EngineServer], model: str, n_slots: int | str, *args: str, **more) -> str:
     with pytest.raises(AssertionError, match="server ended with 1") as caught:
-        alone(MODEL, n_slots, **more)
+        alone(model, n_slots, *args, **more)
     return str(caught.value)
+
+
+def refusal(alone: Callable[..., EngineServer], n_slots: int | str, **more) -> str:
+    return refusal_of(alone, MODEL, n_slots, **more)
 
 
 def compute_bytes(server: EngineServer, phase: str) -> int:
@@ -259,3 +263,35 @@ def test_budget_too_small_for_the_prefill_buffers(alone, servers: ExpertFleet, p
     assert re.search(r"exceed the budget of 8 MiB by \d+ MiB", state["last_failure"])
     assert (experts(server)["slots_per_layer"], experts(server)["ring_bytes"]) == (8, 0)
     assert servers.stock(MODEL, *RAW).complete(tokens) != servers.stock_answer(MODEL, tokens, 24), "the split shows"
+
+
+def test_draft_counts_against_the_budget(alone, prompt) -> None:
+    """A budget is a device's, not a context's: slots that fit beside the target's buffers alone are refused."""
+    model = "qwen4exp"
+    without = alone(model, 0, *MTP, **TRANSACTION)
+    without.complete(prompt(model, 1), n=1)
+    both = compute_bytes(without, "decode")
+    target = alone(model, 0, **TRANSACTION)
+    target.complete(prompt(model, 1), n=1)
+    budget = (compute_bytes(target, "decode") + 16 * N_LAYER * EXPERT_BYTES) // MIB + 1
+    assert budget * MIB < both + 16 * (N_LAYER + 1) * EXPERT_BYTES, "the draft's would not fit"
+    message = refusal_of(alone, model, 16, *MTP, BUDGET_MIB=budget, **TRANSACTION)
+    assert "16 slots do not fit" in message
+    roomy = (both + 16 * (N_LAYER + 1) * EXPERT_BYTES) // MIB + 1
+    server = alone(model, 16, *MTP, BUDGET_MIB=roomy, **TRANSACTION)
+    assert [member["slots_per_layer"] for member in server.phase()["experts"]] == [16, 16]
+
+
+def test_ring_shares_the_budget_with_a_draft(alone, servers: ExpertFleet, prompt) -> None:
+    """The target's ring shrinks when the draft's prefill buffers and ring take what is left; the answer is stock's."""
+    model = "qwen4exp"
+    without = alone(model, 0, *MTP, **TRANSACTION)
+    without.complete(prompt(model, 600), n=1)
+    tokens = prompt(model, 1100)
+    room = compute_bytes(without, "prefill") + LAYER_BYTES  # of both, with the draft's ring
+    for regions in (3, 2):
+        server = alone(model, 8, *MTP, BUDGET_MIB=(room + regions * LAYER_BYTES) // MIB + 1, RING=3, **TRANSACTION)
+        assert server.complete(tokens) == servers.stock_answer(model, tokens, 24, *MTP, ubatch=PREFILL_UBATCH)
+        assert (server.counters()["entered"], server.counters()["rolled_back"]) == (1, 0)
+        note = experts(server).get("note", "")
+        assert note.startswith("ring of 2 layers") if regions == 2 else note == ""
