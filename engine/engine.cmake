@@ -5,6 +5,7 @@ set(LLAMA_PHASE_SOURCES
     ${LLAMA_PHASE_ENGINE_DIR}/expert-cache.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/expert-graph.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/expert-ring.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/expert-ring-plan.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/expert-store.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/host-pool.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-api.cpp
@@ -13,6 +14,8 @@ set(LLAMA_PHASE_SOURCES
     ${LLAMA_PHASE_ENGINE_DIR}/phase-group.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-stats.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-swap.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/phase-ubatch.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/phase-ubatch-plan.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/slot-policy.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/transaction.cpp
     )

@@ -51,6 +51,15 @@ struct expert_cache {
     size_t allocate_ring(int32_t n_regions, const fault_point & fault);
     size_t free_ring();
 
+    // For planning in the decode phase: between the two calls graphs are built as in the prefill phase, with ring tensors that have no
+    // memory. They must not be computed.
+    void pretend_ring();
+    void forget_pretended_ring();
+
+    // What that ring takes of a device, and what the matmuls of one micro-batch's routed experts take of the backend's pool, at least.
+    size_t planned_ring_bytes(ggml_backend_dev_t dev) const;
+    size_t planned_pool_bytes(ggml_backend_dev_t dev, uint32_t n_tokens) const;
+
     // Lets the devices begin with the first layers' copies.
     void start_ring(const backend_map & backends);
     int32_t ring_regions() const { return n_regions; }
@@ -99,6 +108,9 @@ struct expert_cache {
 
     void    link_layers(const llama_model & model); // which layer predicts for which
     void    build_prefetch(ggml_context * ctx, ggml_cgraph * gf, cached_layer & layer, ggml_tensor * x);
+    size_t  region_bytes(ggml_backend_dev_t dev) const; // of the ring: the largest layer
+    int32_t ring_regions_to_plan() const; // as asked for; auto: two, the fewest that overlap. 0: no ring
+
     int32_t slots_needed() const; // the fewest that are safe
     void    build_slots(int32_t n);
     void    write_state(cached_layer & layer, const std::vector<int32_t> & experts); // with the experts as jobs
@@ -130,6 +142,9 @@ struct expert_cache {
     expert_arena state_arena; // for the life of the context
     expert_arena slot_arena;
     expert_arena ring_arena;
+
+    ggml_context_ptr                                      pretended_tensors;
+    std::map<ggml_backend_dev_t, ggml_backend_buffer_ptr> pretended; // of no bytes
 
     std::map<ggml_backend_dev_t, phase_ring>                     rings;
     std::map<ggml_backend_dev_t, std::vector<phase_stream_op *>> ring_order;

@@ -38,22 +38,15 @@ size_t expert_cache::allocate_ring(int32_t n, const fault_point & fault) {
             fault(PHASE_STEP_RING_ALLOCATE);
             for (auto & [dev, order] : ring_order) {
                 auto * buft = ggml_backend_dev_buffer_type(dev);
-                size_t region_bytes = 0;
-                for (const auto & layer : layers) {
-                    size_t layer_bytes = 0;
-                    for (const auto * weight : layer.host->weights) {
-                        layer_bytes += aligned(ggml_backend_buft_get_alloc_size(buft, weight));
-                    }
-                    region_bytes = std::max(region_bytes, layer.host->dev == dev ? layer_bytes : 0);
-                }
+                const size_t region_size = region_bytes(dev);
                 const int32_t regions = std::min<int32_t>(n, (int32_t) order.size());
-                ring_arena.reserve(dev, regions*region_bytes);
+                ring_arena.reserve(dev, regions*region_size);
 
                 for (auto & layer : layers) {
                     if (layer.host->dev != dev) {
                         continue;
                     }
-                    size_t offset = (layer.stream.position % regions)*region_bytes;
+                    size_t offset = (layer.stream.position % regions)*region_size;
                     for (size_t i = 0; i < layer.host->weights.size(); ++i) {
                         const auto * weight = layer.host->weights[i];
                         const size_t size   = ggml_backend_buft_get_alloc_size(buft, weight);

@@ -94,6 +94,9 @@ LLAMA_API void llama_phase_set_callback(struct llama_context * ctx, llama_phase_
 LLAMA_API int32_t llama_phase_json(char * buf, size_t size);
 LLAMA_API int32_t llama_phase_prometheus(char * buf, size_t size);
 
+// What LLAMA_PHASE_PREFILL_UBATCH=auto found for this context's group, one line per candidate; written like snprintf. Empty: not auto.
+LLAMA_API int32_t llama_phase_candidates(const struct llama_context * ctx, char * buf, size_t size);
+
 #ifdef __cplusplus
 }
 #endif

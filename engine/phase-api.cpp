@@ -105,3 +105,13 @@ int32_t llama_phase_json(char * buf, size_t size) {
 int32_t llama_phase_prometheus(char * buf, size_t size) {
     return write_text(phase_stats_prometheus(phase_group::snapshot_of_oldest()), buf, size);
 }
+
+int32_t llama_phase_candidates(const llama_context * ctx, char * buf, size_t size) {
+    std::string text;
+    if (const auto * group = group_of(ctx)) {
+        for (const auto & candidate : group->snapshot().candidates) {
+            text += candidate.text() + "\n";
+        }
+    }
+    return write_text(text, buf, size);
+}

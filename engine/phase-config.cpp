@@ -178,7 +178,7 @@ phase_config phase_config_parse(const phase_environment & env) {
         if (name == "LLAMA_PHASE_PREFILL_MODE") {
             config.mode = (phase_mode) parsed;
         } else if (name == "LLAMA_PHASE_PREFILL_UBATCH") {
-            config.prefill_ubatch = (uint32_t) parsed;
+            config.prefill_ubatch = (int32_t) parsed;
         } else if (name == "LLAMA_PHASE_PREFILL_MIN_TOKENS") {
             config.prefill_min_tokens = (int32_t) parsed;
         } else if (name == "LLAMA_PHASE_EXPERT_SLOTS") {

@@ -35,7 +35,7 @@ struct phase_fault {
 
 struct phase_config {
     phase_mode mode               = PHASE_MODE_OFF;
-    uint32_t   prefill_ubatch     = 2048; // tokens
+    int32_t    prefill_ubatch     = 2048; // tokens; -1: auto
     int32_t    prefill_min_tokens = -1;   // tokens; -1: auto
     int32_t    expert_slots       = 0;    // per layer; -1: auto
     uint32_t   expert_batch       = 8;    // tokens

@@ -16,7 +16,7 @@
 // creation
 //
 
-// the prefill micro-batch of a context, or its own when it cannot switch
+// the largest prefill micro-batch of a context, or its own when it cannot switch
 static uint32_t choose_prefill_ubatch(const llama_cparams & cparams, const phase_config & config) {
     if (config.mode == PHASE_MODE_OFF) {
         return cparams.n_ubatch;
@@ -25,8 +25,11 @@ static uint32_t choose_prefill_ubatch(const llama_cparams & cparams, const phase
         LLAMA_LOG_INFO("llama-phase: no prefill phase for this context: %s\n", cparams.causal_attn ? "it computes embeddings" : "its attention is not causal");
         return cparams.n_ubatch;
     }
-    const uint32_t ubatch = std::min(config.prefill_ubatch, cparams.n_batch);
-    if (cparams.n_batch < std::min(config.prefill_ubatch, cparams.n_ctx)) {
+    uint32_t ubatch = std::min((uint32_t) std::max(config.prefill_ubatch, 0), cparams.n_batch);
+    if (config.prefill_ubatch < 0) {
+        const auto candidates = phase_ubatch_candidates(cparams.n_ubatch, cparams.n_batch);
+        ubatch = candidates.empty() ? cparams.n_ubatch : candidates.back();
+    } else if (cparams.n_batch < std::min((uint32_t) config.prefill_ubatch, cparams.n_ctx)) {
         LLAMA_LOG_WARN("llama-phase: the logical batch is %u, so micro-batches end at %u and not at LLAMA_PHASE_PREFILL_UBATCH=%u: start with -b %u\n",
                 cparams.n_batch, ubatch, config.prefill_ubatch, config.prefill_ubatch);
     }
@@ -43,7 +46,9 @@ std::shared_ptr<phase_context> phase_context_create(llama_context & ctx) {
     }
     const uint32_t ubatch_prefill = choose_prefill_ubatch(ctx.cparams, config);
     if (ctx.model.hparams.no_alloc) {
-        ctx.cparams.n_ubatch = ubatch_prefill;
+        // with auto the fit has to leave room for the smallest: larger ones take what is left
+        const auto candidates = phase_ubatch_candidates(ctx.cparams.n_ubatch, ubatch_prefill);
+        ctx.cparams.n_ubatch = config.prefill_ubatch < 0 && !candidates.empty() ? candidates.front() : ubatch_prefill;
         return nullptr;
     }
     if (ubatch_prefill == ctx.cparams.n_ubatch && config.expert_slots == 0) {
@@ -54,6 +59,7 @@ std::shared_ptr<phase_context> phase_context_create(llama_context & ctx) {
 
 phase_context::phase_context(llama_context & ctx, const phase_config & config, uint32_t ubatch_prefill) :
         ubatch_decode(ctx.cparams.n_ubatch),
+        ubatch_largest(ubatch_prefill),
         ubatch_prefill(ubatch_prefill),
         group(std::make_shared<phase_group>(config, *this)),
         ctx(ctx),
@@ -66,6 +72,11 @@ phase_context::~phase_context() {
 }
 
 void phase_context::create_slots() {
+    create_cache();
+    group->choose_ubatch();
+}
+
+void phase_context::create_cache() {
     if (config.expert_slots == 0) {
         return;
     }
@@ -101,7 +112,7 @@ const llama_model & phase_context::model() const {
 
 phase_memory_scope::phase_memory_scope(phase_context * phase) : phase(phase) {
     if (phase) {
-        phase->ctx.cparams.n_ubatch = phase->ubatch_prefill;
+        phase->ctx.cparams.n_ubatch = phase->ubatch_largest;
     }
 }
 

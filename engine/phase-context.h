@@ -8,6 +8,7 @@
 
 #include "host-pool.h"
 #include "phase-config.h"
+#include "phase-ubatch.h"
 
 #include "ggml-backend.h"
 
@@ -34,7 +35,8 @@ struct phase_context {
     phase_context(const phase_context &) = delete;
     phase_context & operator=(const phase_context &) = delete;
 
-    // Called at the end of the context's constructor: allocates the slots, then plans the decode graphs with them.
+    // Called at the end of the context's constructor: allocates the slots, plans the decode graphs with them, chooses the prefill
+    // micro-batch where it is auto.
     // Throws std::runtime_error when they do not fit.
     void create_slots();
 
@@ -82,8 +84,13 @@ struct phase_context {
     // one entry per backend of the context
     std::vector<phase_device_memory> read_memory() const;
 
+    // Adds what the prefill phase of this member would take with a candidate's micro-batch. Throws std::exception when that cannot be planned.
+    void plan_ubatch(phase_ubatch_candidate & candidate);
+    void set_prefill_ubatch(uint32_t ubatch);
+
     const uint32_t ubatch_decode;
-    const uint32_t ubatch_prefill; // the same when this context does not switch
+    const uint32_t ubatch_largest; // that the prefill phase may get: memory is made for it
+    uint32_t       ubatch_prefill; // the same as ubatch_decode when this context does not switch
 
     std::shared_ptr<phase_group>  group;
     std::unique_ptr<expert_cache> experts; // null: none in host memory, or no slots asked for
@@ -91,8 +98,11 @@ struct phase_context {
   private:
     friend class phase_memory_scope;
 
+    void        create_cache();
     void        reserve(bool prefill);
     void        pool_host_buffers();
+    std::vector<size_t> plan_compute(uint32_t ubatch); // bytes for each backend
+
     void        park_graphs();
     void        unpark_graphs(bool prefill, size_t max_nodes);
     void        check_budget();

@@ -55,11 +55,14 @@ bool phase_group::join(phase_group & other) {
         other.remove(*member);
         member->group = self;
     }
-    std::lock_guard<std::mutex> guard(lock);
-    members.insert(members.end(), moved.begin(), moved.end());
-    stats.n_members = (uint32_t) members.size();
-    stats.decode_memory.clear(); // noted anew at the next decode
-    note_experts();
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        members.insert(members.end(), moved.begin(), moved.end());
+        stats.n_members = (uint32_t) members.size();
+        stats.decode_memory.clear(); // noted anew at the next decode
+        note_experts();
+    }
+    choose_ubatch();
     return true;
 }
 

@@ -36,6 +36,9 @@ struct phase_group {
     // Runs `change`, which replaces the experts of a member, while nobody reads them.
     void change_experts(const std::function<void()> & change);
 
+    // Where the prefill micro-batch is auto: the largest that fits all members, once a context is created or has joined.
+    void choose_ubatch();
+
     // see llama-phase.h
     int32_t prompt_begin(llama_seq_id seq_id, int32_t n_new);
     int32_t prompt_end(llama_seq_id seq_id, bool aborted);

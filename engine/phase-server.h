@@ -7,6 +7,8 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <functional>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -19,11 +21,26 @@ inline void log_event(const llama_phase_event * event, void *) {
             event->buffer_bytes/1048576.0, event->reason[0] ? ": " : "", event->reason);
 }
 
-// Both contexts have been created; `draft` may be null.
+// the texts grow between two calls (times do), so ask until it fits
+inline std::string text(const std::function<int32_t(char *, size_t)> & write) {
+    std::string out(4096, '\0');
+    size_t n;
+    while ((n = (size_t) write(&out[0], out.size())) >= out.size()) {
+        out.resize(n + 256);
+    }
+    out.resize(n);
+    return out;
+}
+
+// Both contexts have been created, and whatever else takes device memory; `draft` may be null.
 inline void attach(llama_context * target, llama_context * draft) {
     llama_phase_set_callback(target, log_event, nullptr);
     if (draft) {
         llama_phase_join(target, draft);
+    }
+    std::istringstream candidates(text([&](char * buf, size_t size) { return llama_phase_candidates(target, buf, size); }));
+    for (std::string line; std::getline(candidates, line);) {
+        LOG_INF("llama-phase: %s\n", line.c_str());
     }
 }
 
@@ -57,17 +74,6 @@ inline int32_t prompt_begin(llama_context * ctx, llama_seq_id seq_id, int32_t n_
 
 inline void prompt_done(llama_context * ctx, llama_seq_id seq_id) {
     check(llama_phase_prompt_done(ctx, seq_id), ctx);
-}
-
-// the texts grow between two calls (times do), so ask until it fits
-inline std::string text(int32_t (*write)(char *, size_t)) {
-    std::string out(4096, '\0');
-    size_t n;
-    while ((n = (size_t) write(&out[0], out.size())) >= out.size()) {
-        out.resize(n + 256);
-    }
-    out.resize(n);
-    return out;
 }
 
 } // namespace phase_server

@@ -117,6 +117,30 @@ static json steps_json(const phase_report & report) {
     return steps;
 }
 
+static json candidates_json(const std::vector<phase_ubatch_candidate> & candidates) {
+    json list = json::array();
+    for (const auto & candidate : candidates) {
+        json devices = json::array();
+        for (const auto & need : candidate.devices) {
+            json entry = { { "device", need.device }, { "compute_buffer_bytes", need.compute_bytes }, { "ring_bytes", need.ring_bytes },
+                    { "pool_bytes", need.pool_bytes }, { "short_bytes", need.short_bytes() } };
+            if (need.free_bytes != SIZE_MAX) {
+                entry["free_bytes"] = need.free_bytes;
+            }
+            if (need.budget_bytes != SIZE_MAX) {
+                entry["budget_bytes"] = need.budget_bytes;
+            }
+            devices.push_back(std::move(entry));
+        }
+        json entry = { { "ubatch", candidate.ubatch }, { "fits", candidate.fits() }, { "devices", std::move(devices) } };
+        if (!candidate.failure.empty()) {
+            entry["reason"] = candidate.failure;
+        }
+        list.push_back(std::move(entry));
+    }
+    return list;
+}
+
 std::string phase_stats_json(const phase_stats & stats, double now_ms) {
     static const char * const MODES[] = { "off", "transaction", "bypass" };
 
@@ -128,6 +152,9 @@ std::string phase_stats_json(const phase_stats & stats, double now_ms) {
             list.push_back(experts_json(experts));
         }
         result["experts"] = std::move(list);
+    }
+    if (!stats.candidates.empty()) {
+        result["candidates"] = candidates_json(stats.candidates);
     }
     if (stats.mode == PHASE_MODE_OFF) {
         return result.dump();

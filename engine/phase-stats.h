@@ -3,6 +3,7 @@
 // Counters, timings and their two texts. Plain data: phase-context fills it under its lock.
 
 #include "expert-op.h"
+#include "phase-ubatch.h"
 #include "transaction.h"
 
 #include <array>
@@ -61,6 +62,8 @@ struct phase_stats {
     uint32_t ubatch_decode  = 0;
     uint32_t ubatch_prefill = 0;
     uint32_t min_tokens     = 0;
+
+    std::vector<phase_ubatch_candidate> candidates; // of PREFILL_UBATCH=auto
 
     uint64_t n_entered     = 0;
     uint64_t n_left        = 0;
