@@ -24,7 +24,7 @@ phase_group::phase_group(const phase_config & config, phase_context & leader) : 
     stats.n_members      = 1;
     stats.ubatch_decode  = leader.ubatch_decode;
     stats.ubatch_prefill = leader.ubatch_prefill;
-    stats.min_tokens     = config.prefill_min_tokens > 0 ? config.prefill_min_tokens : 2*leader.ubatch_decode;
+    stats.min_tokens     = config.prefill_min_tokens > 0 ? config.prefill_min_tokens : phase_min_tokens(leader.ubatch_decode);
 
     std::lock_guard<std::mutex> guard(registry_lock);
     registry.push_back(this);

@@ -60,3 +60,10 @@ uint32_t phase_ubatch_choose(const std::vector<phase_ubatch_candidate> & candida
     }
     return best;
 }
+
+// what a chat's follow-up adds: 170 to 200 tokens
+static constexpr uint32_t MIN_TOKENS_FLOOR = 240;
+
+uint32_t phase_min_tokens(uint32_t ubatch_decode) {
+    return std::max(2*ubatch_decode, MIN_TOKENS_FLOOR);
+}

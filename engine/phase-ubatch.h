@@ -34,3 +34,7 @@ std::vector<uint32_t> phase_ubatch_candidates(uint32_t decode, uint32_t batch);
 
 // the largest that fits, else `decode`
 uint32_t phase_ubatch_choose(const std::vector<phase_ubatch_candidate> & candidates, uint32_t decode);
+
+// Fewest new tokens of a prompt that switch when LLAMA_PHASE_PREFILL_MIN_TOKENS is auto. A rule of the settings alone, never of measured
+// times: the split decides the tokens of a quantized model, so it must not differ from start to start (docs/design.md, section 3).
+uint32_t phase_min_tokens(uint32_t ubatch_decode);

@@ -68,7 +68,7 @@ def serve(
     ubatch: Annotated[int | None, typer.Option(help="Micro-batch of the decode phase [default: 512].")] = None,
     batch: Annotated[int | None, typer.Option(help="Logical batch [default: fits the prefill].")] = None,
     prefill_mode: Annotated[str | None, typer.Option(help="off, transaction, bypass [default: transaction].")] = None,
-    prefill_ubatch: Annotated[int | None, typer.Option(help="Micro-batch of the prefill [default: 2048].")] = None,
+    prefill_ubatch: Annotated[str | None, typer.Option(help="Of the prefill phase, or auto [default: 2048].")] = None,
     prefill_min_tokens: Annotated[str | None, typer.Option(help="New tokens worth a switch [default: auto].")] = None,
     slots: Annotated[str | None, typer.Option(help="Experts per layer on the GPU, or auto [default: 0].")] = None,
     backend: Annotated[str | None, typer.Option(help="cpu, cuda, auto [default: auto].")] = None,
@@ -127,7 +127,7 @@ def plan(
     ctx: Annotated[int | None, typer.Option(help="Context in tokens [default: the model's].")] = None,
     slots: Annotated[str | None, typer.Option(help="Experts per layer on the GPU, or auto [default: auto].")] = None,
     ubatch: Annotated[int | None, typer.Option(help="Micro-batch of the decode phase [default: 512].")] = None,
-    prefill_ubatch: Annotated[int | None, typer.Option(help="Micro-batch of the prefill [default: 2048].")] = None,
+    prefill_ubatch: Annotated[str | None, typer.Option(help="Of the prefill phase, or auto [default: 2048].")] = None,
     facts: Annotated[Path | None, typer.Option(help="Facts of another machine (`doctor --record`).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:

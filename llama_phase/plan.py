@@ -11,16 +11,17 @@ computed; ``ESTIMATES`` names the rest.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from llama_phase.errors import UsageError
 from llama_phase.gguf_facts import LayerFacts, ModelFacts
 from llama_phase.hardware import Machine
-from llama_phase.plan_choices import KV_TYPES, Choices
+from llama_phase.plan_choices import KV_TYPES, RING_AUTO, Choices
+from llama_phase.plan_ubatch import QUANTIZED_BYTES, Candidate, Need, candidate_ubatches, largest_that_fits
 
 _MIB = 1 << 20
-RESERVE_BYTES = 512 * _MIB  # of engine/expert-cache.cpp: never taken by slots
+RESERVE_BYTES = 512 * _MIB  # of engine/expert-cache.cpp and phase-ubatch-plan.cpp: never planned with
 
 CONTEXT_BYTES = 500 * _MIB  # what a CUDA process takes before it loads anything
 COMPUTE_BYTES_PER_TOKEN = 0.34 * _MIB  # per token of the micro-batch, at this width:
@@ -80,6 +81,7 @@ class Plan:
     pinned_bytes: int
     host_bytes: int  # all that is read from host memory: experts, embedding tables
     host_short_bytes: int | None  # None: the machine's memory is unknown
+    candidates: tuple[Candidate, ...] = ()  # of the prefill micro-batch `auto`
 
     @property
     def fits_vram(self) -> bool:
@@ -102,6 +104,10 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
         reason = machine.unknown.get("gpus", "none is there")
         raise UsageError(f"no GPU to plan for: {reason}", fix="give the memory of each: --vram GIB[,GIB]")
 
+    candidates = _candidates(facts, choices, free) if choices.prefill_auto and choices.switches else ()
+    if candidates:
+        ubatch = largest_that_fits(candidates, choices.ubatch)
+        choices = replace(choices, prefill_ubatch=ubatch, switches=ubatch > choices.ubatch)
     bare = [
         _bare_device(facts, choices, f"GPU {gpu.index}", free[i], layers, i == _device_of_output(free, facts))
         for i, (gpu, layers) in enumerate(zip(machine.gpus, _split(facts, free), strict=True))
@@ -156,7 +162,33 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
         pinned_bytes=facts.experts_bytes if wanted else 0,
         host_bytes=host,
         host_short_bytes=None if ram is None else max(0, host - ram),
+        candidates=candidates,
     )
+
+
+def _candidates(facts: ModelFacts, choices: Choices, free: list[int]) -> tuple[Candidate, ...]:
+    """As phase_context::plan_ubatch, with estimated compute buffers: beside the fewest regions that overlap."""
+    regions = choices.ring if choices.ring != RING_AUTO else 2
+    split = _split(facts, free)
+    tried = []
+    for ubatch in candidate_ubatches(choices.ubatch, min(choices.batch or choices.ctx, choices.ctx)):
+        needs = []
+        for i, layers in enumerate(split):
+            with_it = replace(choices, prefill_ubatch=ubatch)
+            device = _bare_device(facts, with_it, f"GPU {i}", free[i], layers, i == _device_of_output(free, facts))
+            ringed = regions >= 2 and choices.slots != 0
+            routed = facts.n_embd * facts.n_used * ubatch if any(layer.expert_tensor_bytes for layer in layers) else 0
+            needs.append(
+                Need(
+                    device.prefill_compute_bytes + (0 if ringed else _uploaded_bytes(layers)),
+                    _ring_bytes(layers, regions) if ringed else 0,
+                    int(routed * QUANTIZED_BYTES),
+                    free[i] - device.fixed_bytes - RESERVE_BYTES,
+                    choices.budget(i),
+                )
+            )
+        tried.append(Candidate(ubatch, tuple(needs)))
+    return tuple(tried)
 
 
 def _split(facts: ModelFacts, free: list[int]) -> list[list[LayerFacts]]:

@@ -78,7 +78,7 @@ def _families(now: Choices, facts: ModelFacts) -> Iterator[Iterator[_Step]]:
         _Step(f"--ubatch {n}", "prompts too short for a switch are slower", {"ubatch": n})
         for n in _halved(now.ubatch, 128)
     )
-    if now.switches:
+    if now.switches and not now.prefill_auto:
         yield (
             _Step(f"--prefill-ubatch {n}", "more passes over the experts per prompt", {"prefill_ubatch": n})
             for n in _halved(now.prefill_ubatch, 2 * now.ubatch)

@@ -10,6 +10,7 @@ from llama_phase.settings import Settings
 from llama_phase.upstream_flags import flag_value
 
 _MIB = 1 << 20
+MIN_TOKENS_FLOOR = 240  # of engine/phase-ubatch.cpp
 RING_AUTO = 3  # regions, of engine/expert-ring.cpp
 SERVER_SEQUENCES = 4  # llama-server's own default of -np, over one K/V
 CONTEXT_CELLS = 256  # contexts are rounded up to this many tokens
@@ -18,14 +19,21 @@ KV_TYPES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 3
             "q4_0": 18 / 32, "iq4_nl": 18 / 32}  # fmt: skip
 
 
+def least_tokens(ubatch: int, setting: int | str) -> int:
+    """New tokens from which a prompt switches, as phase_min_tokens of engine/phase-ubatch.cpp has it."""
+    return max(2 * ubatch, MIN_TOKENS_FLOOR) if setting == "auto" else int(setting)
+
+
 @dataclass(frozen=True)
 class Choices:
-    """All that a plan depends on beside the facts. `slots` None: as many as fit."""
+    """All that a plan depends on beside the facts. `slots` None: as many as fit; `batch` None: not limited."""
 
     ctx: int
     slots: int | None = None
     ubatch: int = 512
     prefill_ubatch: int = 2048
+    prefill_auto: bool = False  # prefill_ubatch is then what the plan finds
+    batch: int | None = None
     switches: bool = True
     min_tokens: int = 1024
     expert_batch: int = 8
@@ -57,9 +65,11 @@ class Choices:
             ctx=ctx,
             slots=None if settings.expert_slots == "auto" or not chosen else settings.expert_slots,
             ubatch=settings.ubatch,
-            prefill_ubatch=settings.prefill_ubatch,
-            switches=settings.prefill_mode == "transaction" and settings.prefill_ubatch > settings.ubatch,
-            min_tokens=2 * settings.ubatch if settings.prefill_min_tokens == "auto" else settings.prefill_min_tokens,
+            prefill_ubatch=settings.largest_prefill_ubatch,
+            prefill_auto=settings.prefill_ubatch == "auto",
+            batch=settings.effective_batch,
+            switches=settings.prefill_mode == "transaction" and settings.largest_prefill_ubatch > settings.ubatch,
+            min_tokens=least_tokens(settings.ubatch, settings.prefill_min_tokens),
             expert_batch=settings.expert_batch,
             ring=RING_AUTO if settings.ring == "auto" else settings.ring,
             budgets_mib=tuple(int(item) for item in settings.budget_mib.split(",") if item.strip()),

@@ -86,8 +86,10 @@ class Report:
             words += ["--slots", str(self.plan.slots)]
         if choices.ubatch != _DEFAULTS.ubatch:
             words += ["--ubatch", str(choices.ubatch)]
-        if not choices.switches:
+        if not choices.switches and not choices.prefill_auto:
             words += ["--prefill-mode", "off"]
+        elif choices.prefill_auto:
+            words += ["--prefill-ubatch", "auto"]
         elif choices.prefill_ubatch != _DEFAULTS.prefill_ubatch:
             words += ["--prefill-ubatch", str(choices.prefill_ubatch)]
         words += ["--", "-ngl", "99"]
@@ -123,6 +125,7 @@ class Report:
                 "unknown": self.facts.unknown,
             },
             "plan": asdict(plan)
+            | {"candidates": [asdict(one) | {"fits": one.fits} for one in plan.candidates]}
             | {"fits": plan.fits, "experts_fit_in_vram": self.experts_fit_in_vram, "fits_vram": plan.fits_vram},
             "phases": [
                 {"name": d.name, "decode_bytes": d.decode_bytes, "prefill_bytes": d.prefill_bytes} for d in plan.devices

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 
 from llama_phase.pcie import HIT_RATES_EXPERTS, HIT_RATES_SOURCE
-from llama_phase.plan import ESTIMATES, DevicePlan
+from llama_phase.plan import ESTIMATES, DevicePlan, Plan
 from llama_phase.plan_changes import changes
 from llama_phase.plan_report import Report
 
@@ -44,6 +44,7 @@ def lines(report: Report) -> Iterator[str]:
         most = f"at most {plan.slots_fit} fit, at least {plan.slots_needed} are needed"
         yield f"slots per layer: {plan.slots} ({most})"
         yield f"ring: {plan.ring_regions} layers" if plan.ring_regions else "ring: none, stock uploads"
+    yield from _candidates(plan)
     ram = "unknown" if plan.host_short_bytes is None else "enough" if not plan.host_short_bytes else "too little"
     yield f"host memory: {gib(plan.host_bytes)} GiB read there, {gib(plan.pinned_bytes)} GiB of it pinned; RAM: {ram}"
     yield from _pcie(report)
@@ -63,6 +64,20 @@ def _table(devices: tuple[DevicePlan, ...], switches: bool) -> Iterator[str]:
             name = decode if phase == "decode" else prefill
             cells += f"{gib(getattr(device, name)) if name else '-':>16}"
         yield f"{title:18}{cells}"
+
+
+def _candidates(plan: Plan) -> Iterator[str]:
+    for one in plan.candidates:
+        parts = [
+            f"{device.name} compute * {gib(n.compute_bytes)}, ring {gib(n.ring_bytes)}, pool * {gib(n.pool_bytes)}"
+            for device, n in zip(plan.devices, one.needs, strict=True)
+            if device.layers
+        ]
+        verdict = "fits" if one.fits else f"short by {gib(one.short_bytes)}"
+        yield f"prefill ubatch {one.ubatch}: {'; '.join(parts)}: {verdict}"
+    if plan.candidates:
+        chosen = plan.choices.prefill_ubatch if plan.choices.switches else "none, no switch"
+        yield f"prefill ubatch auto: {chosen} *"
 
 
 def _pcie(report: Report) -> Iterator[str]:

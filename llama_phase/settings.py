@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from llama_phase.env import PREFIX, scan
 from llama_phase.errors import UsageError
+from llama_phase.plan_ubatch import UBATCHES
 from llama_phase.upstream_flags import API_KEY_FILE, API_PREFIX, SSL_CERT, flag_value, split_upstream
 
 # Variables of llama-server that mean the same as a setting of ours. They are read here and kept from the child, to
@@ -46,7 +47,7 @@ class Settings(BaseSettings):
     ubatch: Annotated[int, Field(ge=1)] = 512
     batch: Annotated[int, Field(ge=1)] | None = None
     prefill_mode: Literal["off", "transaction", "bypass"] = "transaction"
-    prefill_ubatch: Annotated[int, Field(ge=1, le=65536)] = 2048
+    prefill_ubatch: Literal["auto"] | Annotated[int, Field(ge=1, le=65536)] = 2048
     prefill_min_tokens: Literal["auto"] | Annotated[int, Field(ge=1, le=2**30)] = "auto"
     expert_slots: Literal["auto"] | Annotated[int, Field(ge=0, le=65536)] = 0
     expert_batch: Annotated[int, Field(ge=1, le=64)] = 8
@@ -112,7 +113,8 @@ class Settings(BaseSettings):
         return self._sources.get(name, "default")
 
     def _check_batches(self) -> None:
-        if self.prefill_mode == "off" or self.batch is None or self.batch >= self.prefill_ubatch:
+        auto = self.prefill_ubatch == "auto"  # the batch is its limit
+        if self.prefill_mode == "off" or self.batch is None or auto or self.batch >= self.largest_prefill_ubatch:
             return
         raise UsageError(
             f"batch {self.batch} ({self.source('batch')}) is smaller than prefill_ubatch {self.prefill_ubatch} "
@@ -138,7 +140,12 @@ class Settings(BaseSettings):
         """Logical batch in tokens that the server gets; None leaves it to llama-server."""
         if self.batch is not None or self.prefill_mode == "off":
             return self.batch
-        return max(UPSTREAM_BATCH, self.prefill_ubatch)
+        return max(UPSTREAM_BATCH, self.largest_prefill_ubatch)
+
+    @property
+    def largest_prefill_ubatch(self) -> int:
+        """Micro-batch of the prefill phase in tokens, at most: the engine chooses when it is `auto`."""
+        return UBATCHES[-1] if self.prefill_ubatch == "auto" else self.prefill_ubatch
 
     @property
     def base_url(self) -> str:

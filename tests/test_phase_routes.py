@@ -151,7 +151,7 @@ WRONG = [
     ({"LLAMA_PHASE_PREFILL_MODE": "on"}, ("LLAMA_PHASE_PREFILL_MODE=on", "off, transaction, bypass")),
     ({"LLAMA_PHASE_PREFILL_UBATCH": "2k"}, ("LLAMA_PHASE_PREFILL_UBATCH=2k", "1 to 65536")),
     ({"LLAMA_PHASE_PREFILL_UBATCH": "0"}, ("LLAMA_PHASE_PREFILL_UBATCH=0", "1 to 65536")),
-    ({"LLAMA_PHASE_PREFILL_UBATCH": "auto"}, ("LLAMA_PHASE_PREFILL_UBATCH=auto", "1 to 65536")),
+    ({"LLAMA_PHASE_PREFILL_UBATCH": "largest"}, ("LLAMA_PHASE_PREFILL_UBATCH=largest", "1 to 65536")),
     ({"LLAMA_PHASE_PREFILL_MIN_TOKENS": "-1"}, ("LLAMA_PHASE_PREFILL_MIN_TOKENS=-1", "auto or 1 to")),
     ({"LLAMA_PHASE_LOG": "loud"}, ("LLAMA_PHASE_LOG=loud", "quiet, info, debug")),
     ({"LLAMA_PHASE_FAULT": "enter.quiece"}, ("LLAMA_PHASE_FAULT", "enter.quiece", "nearest: enter.quiesce")),

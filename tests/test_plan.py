@@ -25,9 +25,10 @@ from llama_phase.hardware import Gpu, Machine
 from llama_phase.pcie import HIT_RATES, hit_rate, link_bytes_per_s, parse_link, passes
 from llama_phase.plan import RESERVE_BYTES, Plan, make_plan
 from llama_phase.plan_changes import changes
-from llama_phase.plan_choices import RING_AUTO, Choices
+from llama_phase.plan_choices import MIN_TOKENS_FLOOR, RING_AUTO, Choices
 from llama_phase.plan_report import Report
 from llama_phase.plan_text import lines
+from llama_phase.plan_ubatch import UBATCHES
 from llama_phase.settings import Settings, argv
 
 GIB = 1 << 30
@@ -279,6 +280,33 @@ def test_the_command_starts_what_was_planned(flash: ModelFacts, monkeypatch: pyt
     assert {"--cpu-moe", "--no-repack"} <= set(argv(again))
 
 
+def test_prefill_ubatch_auto_is_the_largest_that_fits(flash: ModelFacts) -> None:
+    """More memory, a larger one; the plan with it fits; each candidate's need and shortfall is said."""
+    settings = Settings.load(model=flash.path, ctx=32768, prefill_ubatch="auto")
+    chosen = []
+    for vram in ("5", "6", "8", "10", "12", "80"):
+        there = machine(vram)
+        plan = make_plan(flash, there, Choices.of(settings, flash))
+        assert [one.ubatch for one in plan.candidates] == [1024, 2048, 4096, 8192]
+        fitting = [one.ubatch for one in plan.candidates if one.fits]
+        assert plan.choices.switches == bool(fitting)
+        assert plan.choices.prefill_ubatch == max(fitting, default=512)
+        assert not any(device.prefill_short_bytes for device in plan.devices)
+        text = "\n".join(lines(Report(flash, there, plan)))
+        assert all(f"prefill ubatch {one.ubatch}: GPU 0 " in text for one in plan.candidates)
+        assert ("short by" in text) == (len(fitting) < 4)
+        assert "--prefill-ubatch auto" in shlex.join(Report(flash, there, plan).serve_argv)
+        chosen.append(plan.choices.prefill_ubatch)
+    assert chosen == sorted(chosen) and chosen[0] < chosen[-1] == 8192
+
+
+def test_prefill_ubatch_auto_is_capped_by_batch_and_context(flash: ModelFacts) -> None:
+    for limits, last in (({"batch": 3000}, 3000), ({"ctx": 4096}, 4096), ({"batch": 512}, None)):
+        settings = Settings.load(model=flash.path, prefill_ubatch="auto", **({"ctx": 32768} | limits))
+        plan = make_plan(flash, machine("80"), Choices.of(settings, flash))
+        assert (plan.candidates[-1].ubatch if plan.candidates else None) == last
+
+
 def test_slots_of_the_environment_are_a_choice(flash: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMA_PHASE_EXPERT_SLOTS", "0")
     assert Choices.of(Settings.load(model=flash.path), flash).slots == 0
@@ -318,10 +346,13 @@ def test_plan_command(flash: ModelFacts, command: Callable[..., subprocess.Compl
 
 
 def test_constants_are_those_of_the_engine() -> None:
-    source = "".join(path.read_text() for path in (ROOT / "engine").glob("expert-*.cpp"))
-    (mib,) = re.findall(r"RESERVE_BYTES = size_t\((\d+)\) << 20;", source)
+    source = "".join(path.read_text() for path in (ROOT / "engine").glob("*.cpp"))
+    assert {int(mib) << 20 for mib in re.findall(r"RESERVE_BYTES = size_t\((\d+)\) << 20;", source)} == {RESERVE_BYTES}
     (regions,) = re.findall(r"RING_REGIONS_AUTO = (\d+);", source)
-    assert (int(mib) << 20, int(regions)) == (RESERVE_BYTES, RING_AUTO)
+    (floor,) = re.findall(r"MIN_TOKENS_FLOOR = (\d+);", source)
+    (ubatches,) = re.findall(r"uint32_t ubatch : \{ ([\du, ]+) \}", source)
+    assert (int(regions), int(floor)) == (RING_AUTO, MIN_TOKENS_FLOOR)
+    assert tuple(int(n.strip(" u")) for n in ubatches.split(",")) == UBATCHES
 
 
 @pytest.mark.engine

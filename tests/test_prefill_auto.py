@@ -1,4 +1,4 @@
-"""LLAMA_PHASE_PREFILL_UBATCH=auto: what is planned is what is taken, and the largest micro-batch that fits is chosen."""
+"""LLAMA_PHASE_PREFILL_UBATCH=auto: what is planned is what is taken, and the largest that fits is chosen."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_is_planned_is_taken(alone, servers: ExpertFleet, prompt, model: st
 
 
 def test_the_budget_decides(alone, servers: ExpertFleet, prompt) -> None:
-    """The largest candidate within the budget, each shortfall in the figures and the log; the prompt does not roll back."""
+    """The largest candidate within the budget, each shortfall in figures and log; the prompt does not roll back."""
     free = alone(MODEL, 8)
     by_ubatch = needs(free)
     assert list(by_ubatch) == [512, 1024, 2048] and sorted(by_ubatch.values()) == list(by_ubatch.values())

@@ -103,6 +103,8 @@ def test_logical_batch_holds_a_prefill_micro_batch() -> None:
     assert pairs(load())["-b"] == "2048"
     assert pairs(load(prefill_ubatch=4096))["-b"] == "4096"
     assert pairs(load(prefill_ubatch=512))["-b"] == "2048"
+    assert pairs(load(prefill_ubatch="auto"))["-b"] == "8192"
+    assert pairs(load(prefill_ubatch="auto", batch=1024))["-b"] == "1024", "a limit, not a mistake"
     assert pairs(load(batch=8192))["-b"] == "8192"
     assert "-b" not in pairs(load(prefill_mode="off"))
     assert pairs(load(prefill_mode="off", batch=64))["-b"] == "64"

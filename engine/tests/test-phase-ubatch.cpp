@@ -71,4 +71,13 @@ TEST(one_device_is_enough_not_to_fit) {
     CHECK_HAS(failed.text(), "no memory context");
 }
 
+TEST(a_follow_up_never_switches_and_a_switch_saves_a_micro_batch) {
+    for (uint32_t ubatch = 1; ubatch < 5000; ++ubatch) {
+        const uint32_t least = phase_min_tokens(ubatch);
+        CHECK(least > 200);
+        CHECK((least + ubatch - 1)/ubatch >= 2);
+    }
+    CHECK_EQ(phase_min_tokens(512), 1024u);
+}
+
 TEST_MAIN("test-phase-ubatch")
