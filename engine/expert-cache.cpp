@@ -15,19 +15,8 @@
 static constexpr size_t RESERVE_BYTES = size_t(512) << 20;
 
 expert_cache::expert_cache(const llama_model & model, int il_begin, int il_end, const phase_config & config) :
-        il_end(il_end), config(config), store(expert_store::of(model)) {
-    for (const auto & [il, reason] : store->unusable) {
-        if (il >= il_begin && il < il_end) {
-            LLAMA_LOG_WARN("llama-phase: layer %d keeps the stock path: %s\n", il, reason.c_str());
-            unusable.emplace_back(il, reason);
-        }
-    }
-    for (const auto & host : store->layers) {
-        if (host.il >= il_begin && host.il < il_end) {
-            layers.emplace_back();
-            layers.back().host = &host;
-        }
-    }
+        il_end(il_end), config(config), store(expert_store::of(model, config)) {
+    admit_layers(il_begin, il_end);
     if (layers.empty()) {
         return;
     }
@@ -45,6 +34,7 @@ expert_cache::expert_cache(const llama_model & model, int il_begin, int il_end, 
         const auto & host = *layer.host;
         layer.fetch.n_expert  = layer.stream.n_expert  = host.n_expert;
         layer.fetch.n_tensors = layer.stream.n_tensors = (int32_t) host.weights.size();
+        layer.stream.staged   = !host.pinned();
         layer.fetch.counters  = counter++;
         layer.stream.counters = counter++;
         layer.prefetched      = counter++;
@@ -107,7 +97,8 @@ expert_cache::~expert_cache() {
 int32_t expert_cache::slots_needed() const {
     int32_t needed = 0;
     for (const auto & layer : layers) {
-        needed = std::max(needed, std::min(layer.host->n_expert, layer.host->n_used*(int32_t) config.expert_batch));
+        const int32_t n = std::min(layer.host->n_expert, layer.host->n_used*(int32_t) config.expert_batch);
+        needed = std::max(needed, layer.host->pinned() ? n : 0);
     }
     return needed;
 }
@@ -116,6 +107,9 @@ void expert_cache::build_slots(int32_t n) {
     slot_arena.clear();
     for (auto & layer : layers) {
         layer.slots.clear();
+        if (!layer.host->pinned()) {
+            continue;
+        }
         for (const auto * weight : layer.host->weights) {
             layer.slots.push_back(slot_arena.add(layer.host->dev, weight->type, weight->ne[0], weight->ne[1], std::min(n, layer.host->n_expert)));
         }
@@ -127,7 +121,11 @@ void expert_cache::create_slots(const std::vector<std::pair<ggml_backend_dev_t, 
 
     int32_t n_max = 0;
     for (const auto & layer : layers) {
-        n_max = std::max(n_max, layer.host->n_expert);
+        n_max = std::max(n_max, layer.host->pinned() ? layer.host->n_expert : 0);
+    }
+    if (n_max == 0) {
+        LLAMA_LOG_WARN("llama-phase: no slots: no layer's experts are pinned\n");
+        return;
     }
 
     // what fits on every device, and which device is the tightest
@@ -137,13 +135,13 @@ void expert_cache::create_slots(const std::vector<std::pair<ggml_backend_dev_t, 
     for (const auto & [dev, compute] : compute_bytes) {
         size_t per_slot = 0;
         for (const auto & layer : layers) {
-            per_slot += layer.host->dev == dev ? layer.host->expert_bytes() : 0;
+            per_slot += layer.host->dev == dev && layer.host->pinned() ? layer.host->expert_bytes() : 0;
         }
         size_t for_draft = 0;
         if (config.expert_slots < 0) {
             // a draft on the MTP layers behind ours comes later, with slots and compute buffers of its own
             for (const auto & host : store->layers) {
-                if (host.il >= il_end && host.dev == dev) {
+                if (host.il >= il_end && host.dev == dev && host.pinned()) {
                     per_slot += host.expert_bytes();
                     for_draft = compute;
                 }
@@ -180,7 +178,9 @@ void expert_cache::create_slots(const std::vector<std::pair<ggml_backend_dev_t, 
         throw std::runtime_error("llama-phase: " + note);
     }
     for (auto & layer : layers) {
-        write_state(layer, {});
+        if (layer.host->pinned()) {
+            write_state(layer, {});
+        }
     }
     if (ggml_backend_dev_type(layers[0].host->dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
         LLAMA_LOG_WARN("llama-phase: there is no GPU: slots copy from host memory to host memory, which is of use for tests only\n");
@@ -191,7 +191,7 @@ void expert_cache::create_slots(const std::vector<std::pair<ggml_backend_dev_t, 
 
 size_t expert_cache::allocate_slots(const fault_point & fault) {
     note.clear();
-    if (layers.empty()) {
+    if (n_slots_wanted == 0) {
         return 0;
     }
     const int32_t needed = slots_needed();
@@ -213,7 +213,7 @@ size_t expert_cache::allocate_slots(const fault_point & fault) {
         return 0;
     }
     for (auto & layer : layers) {
-        layer.fetch.n_slots = std::min(n_slots, layer.host->n_expert);
+        layer.fetch.n_slots = layer.host->pinned() ? std::min(n_slots, layer.host->n_expert) : 0;
         for (size_t i = 0; i < layer.slots.size(); ++i) {
             layer.fetch.tensors[i].dst = (uint8_t *) layer.slots[i]->data;
         }
@@ -237,6 +237,9 @@ void expert_cache::note_no_slots(const std::string & reason) {
 
 void expert_cache::remember() {
     for (auto & layer : layers) {
+        if (!layer.host->pinned()) {
+            continue;
+        }
         std::vector<int32_t> words(phase_state_words(layer.host->n_expert, layer.host->n_expert));
         ggml_backend_tensor_get(layer.state, words.data(), 0, words.size()*sizeof(int32_t));
         slot_policy policy(words.data(), layer.host->n_expert, std::max(layer.fetch.n_slots, 1));
@@ -305,6 +308,9 @@ void expert_cache::refill(const backend_map & backends) {
         return;
     }
     for (auto & layer : layers) {
+        if (!layer.host->pinned()) {
+            continue;
+        }
         const auto   experts = experts_to_restore(layer);
         auto       * backend = backends.at(layer.host->dev);
         const auto * api     = phase_backend_api_of(layer.host->dev);
@@ -363,7 +369,7 @@ ggml_tensor * expert_cache::swap(ggml_context * ctx, ggml_cgraph * gf, ggml_tens
         // whatever the batch: the last layer of a prompt computes the sampled token only, and must not differ from the others
         arena  = &layer.ring;
         result = phase_build_stream(ctx, layer.stream, ids, layer.state, arena->data());
-    } else if (n_slots > 0 && n_tokens <= config.expert_batch && n_ids <= PHASE_MAX_IDS &&
+    } else if (n_slots > 0 && layer.host->pinned() && n_tokens <= config.expert_batch && n_ids <= PHASE_MAX_IDS &&
             std::min<int64_t>(n_ids, layer.host->n_expert) <= layer.fetch.n_slots) {
         arena  = &layer.slots;
         const auto predicted = std::exchange(pending, {});
@@ -404,6 +410,7 @@ expert_stats expert_cache::stats() const {
     out.n_slots      = n_slots;
     out.n_regions    = n_regions;
     out.unusable     = unusable;
+    out.staged       = staged;
     out.note         = note.empty() || ring_note.empty() ? note + ring_note : note + "; " + ring_note;
     for (const auto & layer : layers) {
         out.layers.push_back({ layer.host->il, ggml_backend_dev_name(layer.host->dev), n_slots ? layer.fetch.n_slots : 0,

@@ -124,6 +124,11 @@ struct expert_cache {
     std::vector<cached_layer>     layers;
 
     std::vector<std::pair<int, std::string>> unusable; // of this context's layers
+    std::vector<std::pair<int, std::string>> staged;   // not pinned: streamed through the staging ring, stock path in the decode phase
+
+    void admit_layers(int il_begin, int il_end);
+
+    std::map<ggml_backend_dev_t, ggml_backend_buffer_ptr> staging; // pinned, for the life of the context
 
     std::unordered_map<const ggml_tensor *, cached_layer *> by_down; // the down weights name the layer
 

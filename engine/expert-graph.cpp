@@ -1,5 +1,6 @@
 #include "expert-graph.h"
 
+#include "expert-staging.h"
 #include "slot-policy.h"
 
 #include "ggml.h"
@@ -91,6 +92,22 @@ static void compute_prefetch(ggml_tensor * dst, int ith, int, void * userdata) {
     copy_jobs(policy, *op.next);
 }
 
+static void stage(const phase_stream_op & op) {
+    const int    n_threads = 2;
+    const size_t chunk     = std::min(op.ring->staging_bytes/(n_threads*phase_stager::CHUNKS_PER_THREAD), size_t(64) << 10); // so that small models have several
+
+    phase_stage_effects effects;
+    effects.send = [&](int i, uint8_t * dst, size_t size) { std::memcpy(dst, op.ring->staging + i*chunk, size); };
+
+    std::vector<phase_stage_piece> pieces;
+    for (int32_t i = 0; i < op.n_tensors; ++i) {
+        const auto & t = op.tensors[i];
+        pieces.push_back({ t.dst, t.src, op.n_expert*t.stride });
+    }
+    phase_stager stager(op.ring->staging, chunk, n_threads, effects);
+    stager.wait(stager.submit(pieces, 0));
+}
+
 // Synchronous: on the CPU nothing overlaps, the ring is there so that its logic can be tested.
 static void compute_stream(ggml_tensor * dst, int ith, int, void * userdata) {
     if (ith != 0) {
@@ -98,9 +115,14 @@ static void compute_stream(ggml_tensor * dst, int ith, int, void * userdata) {
     }
     auto & op = *(phase_stream_op *) userdata;
 
+    if (op.staged) {
+        stage(op);
+    }
     for (int32_t i = 0; i < op.n_tensors; ++i) {
         const auto & t = op.tensors[i];
-        std::memcpy(t.dst, t.src, op.n_expert*t.stride);
+        if (!op.staged) {
+            std::memcpy(t.dst, t.src, op.n_expert*t.stride);
+        }
         std::memset(t.dst + op.n_expert*t.stride, 0, t.pad);
     }
     op.counters->missed += op.n_expert;

@@ -63,7 +63,7 @@ struct phase_op_counters {
 };
 
 struct phase_op_tensor {
-    const uint8_t * src;    // the experts in host memory the device can read (pinned); the CPU reads any memory
+    const uint8_t * src;    // the experts in host memory the device can read (pinned, unless staged); the CPU reads any memory
     uint8_t       * dst;    // fetch: slot 0 in the arena; stream: the ring region of this layer
     size_t          stride; // bytes of one expert, the same in src and dst
     size_t          pad;    // stream: bytes behind the last expert in dst that have to be zero (matmul kernels read past the end)
@@ -109,6 +109,11 @@ struct phase_ring {
     int32_t            n_layers  = 0;
     phase_stream_op ** layers    = nullptr; // [n_layers]
 
+    // Pinned memory through which layers that are `staged` go (see expert-staging.h); null when no layer is. Threads of the backend's
+    // implementation fill it.
+    uint8_t * staging       = nullptr;
+    size_t    staging_bytes = 0;
+
     // Owned by the backend's implementation: created by the first stream op, freed by phase_backend_api.ring_free.
     void * backend_state = nullptr;
 
@@ -117,6 +122,9 @@ struct phase_ring {
     bool last_pass = false;
 };
 
+constexpr size_t PHASE_STAGING_CHUNK_BYTES = size_t(2) << 20; // large enough for the link's full speed
+constexpr int    PHASE_STAGING_THREADS     = 8;               // a thread copies at 8 to 12 GB/s
+
 struct phase_stream_op {
     uint32_t      magic = PHASE_OP_MAGIC;
     phase_op_kind kind  = PHASE_OP_STREAM;
@@ -124,6 +132,7 @@ struct phase_stream_op {
     int32_t n_expert  = 0;
     int32_t n_tensors = 0;
     int32_t position  = 0;
+    bool    staged    = false; // src is not pinned
 
     phase_ring        * ring = nullptr;
     phase_op_tensor     tensors[PHASE_MAX_TENSORS] = {}; // n_expert*stride bytes each

@@ -1,5 +1,8 @@
 #include "expert-store.h"
 
+#include "phase-steps.h"
+#include "transaction.h"
+
 #include "llama-impl.h"
 #include "llama-model.h"
 
@@ -45,7 +48,7 @@ static bool in_device_host_buffer(const ggml_tensor * tensor, ggml_backend_dev_t
     return ggml_backend_buffer_get_type(tensor->buffer) == ggml_backend_dev_host_buffer_type(dev);
 }
 
-std::shared_ptr<expert_store> expert_store::of(const llama_model & model) {
+std::shared_ptr<expert_store> expert_store::of(const llama_model & model, const phase_config & config) {
     static std::mutex                                                  lock;
     static std::map<const llama_model *, std::weak_ptr<expert_store>> stores;
 
@@ -55,7 +58,7 @@ std::shared_ptr<expert_store> expert_store::of(const llama_model & model) {
     if (!store) {
         store = std::make_shared<expert_store>();
         store->find_layers(model);
-        store->pin_layers();
+        store->pin_layers(config);
         known = store;
     }
     return store;
@@ -110,7 +113,7 @@ void expert_store::find_layers(const llama_model & model) {
 
 // A page may be registered once, so pieces end where the next begins: the tensors in address order, one piece per run of tensors of
 // the same layer.
-void expert_store::pin_layers() {
+void expert_store::pin_layers(const phase_config & config) {
 #ifndef _WIN32
     const uintptr_t page = (uintptr_t) sysconf(_SC_PAGESIZE);
 #else
@@ -142,10 +145,10 @@ void expert_store::pin_layers() {
     const size_t total = std::accumulate(pieces.begin(), pieces.end(), size_t(0), [](size_t sum, const piece & p) { return sum + (p.end - p.begin); });
     size_t done = 0;
     size_t said = 0;
+    phase_faults faults(config.faults);
     for (auto & p : pieces) {
-        if (const char * failure = p.api->pin(p.begin, p.end - p.begin)) {
-            p.failure = failure;
-        }
+        const char * failure = faults.fires(PHASE_STEP_PIN_REGISTER) ? "injected fault" : p.api->pin(p.begin, p.end - p.begin);
+        p.failure = failure ? failure : "";
         done += p.end - p.begin;
         if (done - said >= (size_t(8) << 30)) {
             LLAMA_LOG_INFO("llama-phase: pinning experts: %zu of %zu MiB\n", done >> 20, total >> 20);
@@ -153,15 +156,20 @@ void expert_store::pin_layers() {
         }
     }
 
-    std::vector<std::string> failure(layers.size());
     for (const auto & p : pieces) {
         for (size_t i = 0; i < layers.size() && !p.failure.empty(); ++i) {
             for (const auto * weight : layers[i].weights) {
                 if ((char *) weight->data < p.end && (char *) weight->data + ggml_nbytes(weight) > p.begin) {
-                    failure[i] = p.failure;
+                    layers[i].pin_failure = p.failure;
                 }
             }
         }
+    }
+    for (auto & layer : layers) {
+        if (is_cpu(layer.dev) && faults.fires(PHASE_STEP_PIN_REGISTER)) {
+            layer.pin_failure = "injected fault";
+        }
+        pinned_bytes -= layer.pinned() ? 0 : layer.layer_bytes();
     }
     pieces.erase(std::remove_if(pieces.begin(), pieces.end(), [](const piece & p) { return !p.failure.empty(); }), pieces.end());
 
@@ -170,17 +178,6 @@ void expert_store::pin_layers() {
             seams.push_back(pieces[i].begin);
         }
     }
-
-    std::vector<expert_layer> usable;
-    for (size_t i = 0; i < layers.size(); ++i) {
-        if (failure[i].empty()) {
-            usable.push_back(std::move(layers[i]));
-        } else {
-            pinned_bytes -= layers[i].layer_bytes();
-            unusable.emplace_back(layers[i].il, "its experts could not be pinned: " + failure[i]);
-        }
-    }
-    layers = std::move(usable);
 }
 
 expert_store::~expert_store() {

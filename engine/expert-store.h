@@ -15,6 +15,7 @@
 
 struct llama_model;
 struct ggml_tensor;
+struct phase_config;
 
 struct expert_layer {
     int                        il;
@@ -22,6 +23,9 @@ struct expert_layer {
     std::vector<ggml_tensor *> weights;  // gate, up, down, or gate_up, down; down is always the last
     int32_t                    n_expert; // experts in the tensors
     int32_t                    n_used;   // experts a token uses
+    std::string                pin_failure; // why the device cannot read them in place, or empty
+
+    bool pinned() const { return pin_failure.empty(); }
 
     size_t stride(size_t i) const; // bytes of one expert of weights[i]
     size_t expert_bytes()   const; // of one expert, all tensors
@@ -29,7 +33,7 @@ struct expert_layer {
 };
 
 struct expert_store {
-    std::vector<expert_layer>                layers;   // usable, by il
+    std::vector<expert_layer>                layers;   // by il; those that are not pinned can only be streamed through a staging ring
     std::vector<std::pair<int, std::string>> unusable; // layers with host experts that keep the stock path, and why
 
     size_t pinned_bytes = 0; // registered by us, or in the device's host buffer
@@ -38,8 +42,8 @@ struct expert_store {
     std::vector<const char *> seams;
 
     // The store of the model, made at the first call: finds the layers, then pins them piece by piece. A piece that cannot be pinned costs
-    // the layers that touch it, no others.
-    static std::shared_ptr<expert_store> of(const llama_model & model);
+    // the layers that touch it, no others. `config`: of the first caller, for its faults.
+    static std::shared_ptr<expert_store> of(const llama_model & model, const phase_config & config);
 
     ~expert_store();
 
@@ -55,7 +59,7 @@ struct expert_store {
     std::vector<piece> pieces; // registered with the driver
 
     void find_layers(const llama_model & model);
-    void pin_layers();
+    void pin_layers(const phase_config & config);
 };
 
 // the operators of a device's backend; null when it is the CPU or has none

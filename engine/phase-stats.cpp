@@ -98,11 +98,15 @@ static json experts_json(const expert_stats & experts) {
         layers.push_back(std::move(entry));
     }
     result["layers"] = std::move(layers);
-    json stock = json::array();
-    for (const auto & [il, reason] : experts.unusable) {
-        stock.push_back({ { "layer", il }, { "reason", reason } });
-    }
-    result["stock_layers"] = std::move(stock);
+    const auto reasons = [](const std::vector<std::pair<int, std::string>> & of) {
+        json list = json::array();
+        for (const auto & [il, reason] : of) {
+            list.push_back({ { "layer", il }, { "reason", reason } });
+        }
+        return list;
+    };
+    result["stock_layers"]  = reasons(experts.unusable);
+    result["staged_layers"] = reasons(experts.staged);
     if (!experts.note.empty()) {
         result["note"] = experts.note;
     }

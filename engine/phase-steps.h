@@ -24,6 +24,10 @@
 #define PHASE_STEP_SLOTS_ALLOCATE        "slots.allocate"
 #define PHASE_STEP_RING_ALLOCATE         "ring.allocate"
 
+// at start, once for each piece of memory (on the CPU, which pins nothing, for each layer); and for the memory of a staging ring
+#define PHASE_STEP_PIN_REGISTER          "pin.register"
+#define PHASE_STEP_PIN_STAGING           "pin.staging"
+
 inline const char * const PHASE_STEPS[] = {
     PHASE_STEP_ENTER_QUIESCE,
     PHASE_STEP_ENTER_REMEMBER,
@@ -44,4 +48,6 @@ inline const char * const PHASE_STEPS[] = {
     PHASE_STEP_LEAVE_RETRY_DECODE,
     PHASE_STEP_SLOTS_ALLOCATE,
     PHASE_STEP_RING_ALLOCATE,
+    PHASE_STEP_PIN_REGISTER,
+    PHASE_STEP_PIN_STAGING,
 };

@@ -1,0 +1,126 @@
+"""Expert memory that cannot be pinned (LLAMA_PHASE_FAULT=pin.*): such layers are streamed through a staging ring in
+prompts and take the stock path in generation; answers are stock's, bit for bit, and log and figures say why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from engine_server import DECODE_UBATCH, PREFILL_UBATCH, EngineServer, wait_until
+from expert_servers import LAYER_BYTES, N_LAYER, TRANSACTION, ExpertFleet, experts
+
+pytestmark = pytest.mark.engine
+
+N_SLOTS = 10
+MTP = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
+
+
+@pytest.fixture(scope="module")
+def servers(engine, stock_engine, model_path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpertFleet]:
+    fleet = ExpertFleet(model_path, tmp_path_factory.mktemp("staged"))
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def start(servers: ExpertFleet) -> Iterator[Callable[..., EngineServer]]:
+    started: list[EngineServer] = []
+
+    def start_one(model: str, *args: str, **more) -> EngineServer:
+        started.append(servers.alone(model, N_SLOTS, *args, **(TRANSACTION | more)))
+        return started[-1]
+
+    yield start_one
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture
+def check(servers: ExpertFleet, prompt) -> Callable[..., None]:
+    """Prompts of one and three micro-batches with generation between them, against stock."""
+
+    def check_answers(server: EngineServer, model: str, *args: str) -> None:
+        for n, ubatch in ((300, PREFILL_UBATCH), (6, DECODE_UBATCH), (1300, PREFILL_UBATCH), (6, DECODE_UBATCH)):
+            tokens = prompt(model, n, seed=n)
+            assert server.complete(tokens) == servers.stock_answer(model, tokens, 24, *args, ubatch=ubatch), n
+
+    return check_answers
+
+
+def layers_of(figures: list[dict]) -> list[int]:
+    return [layer["layer"] for layer in figures]
+
+
+@pytest.mark.parametrize("model", ["qwen3moe", "qwen4exp", "qwen35moe", "mixed", "odd-q8_0", "fused"])
+@pytest.mark.parametrize("ring", [2, 3])
+def test_no_layer_can_be_pinned(start, check, model: str, ring: int) -> None:
+    """No slots, all layers through the staging ring."""
+    server = start(model, FAULT="pin.register:*", RING=ring)
+    check(server, model)
+    figures = experts(server)
+    assert layers_of(figures["staged_layers"]) == layers_of(figures["layers"]) == list(range(N_LAYER))
+    assert {layer["reason"] for layer in figures["staged_layers"]} == {
+        "its experts could not be pinned: injected fault"
+    }
+    assert (figures["slots_per_layer"], figures["pinned_bytes"], figures["stock_layers"]) == (0, 0, [])
+    assert figures["slots"]["looked_up"] == 0 and figures["ring"]["layers_streamed"] > 3 * N_LAYER
+    assert "layer 3 is streamed through a staging ring in prompts, and keeps the stock path in generation" in (
+        server.log_text()
+    )
+    assert (server.counters()["left"], server.counters()["rolled_back"]) == (2, 0)
+
+
+@pytest.mark.parametrize("model", ["qwen3moe", "mixed"])
+def test_some_layers_cannot_be_pinned(start, check, model: str) -> None:
+    """What is pinned has slots; pinned and staged layers share the ring's regions."""
+    server = start(model, FAULT="pin.register:1,pin.register:4,pin.register:5", RING=2)
+    check(server, model)
+    figures = experts(server)
+    assert layers_of(figures["staged_layers"]) == [0, 3, 4]
+    assert figures["slots_per_layer"] == N_SLOTS
+    for layer in figures["layers"]:
+        assert bool(layer["looked_up"]) == (layer["layer"] not in (0, 3, 4))
+    if model == "qwen3moe":
+        assert figures["pinned_bytes"] == (N_LAYER - 3) * LAYER_BYTES
+
+
+def test_no_staging_ring_either(start, check) -> None:
+    """Those layers keep the stock path in both phases, and the reason has both halves; the others go on."""
+    model = "qwen3moe"
+    server = start(model, FAULT="pin.register:2,pin.staging")
+    check(server, model)
+    figures = experts(server)
+    assert layers_of(figures["stock_layers"]) == [1] and figures["staged_layers"] == []
+    assert figures["stock_layers"][0]["reason"].endswith("injected fault; nor could 32 MiB for a staging ring")
+    assert layers_of(figures["layers"]) == [il for il in range(N_LAYER) if il != 1]
+
+
+@pytest.mark.parametrize("more", [{"PREFILL_MODE": "off"}, {"RING": 0}])
+def test_nothing_is_staged_without_a_ring(start, prompt, servers: ExpertFleet, more: dict) -> None:
+    model = "qwen3moe"
+    server = start(model, FAULT="pin.register:2", **more)
+    assert layers_of(experts(server)["stock_layers"]) == [1]
+    tokens = prompt(model, 6)
+    assert server.complete(tokens) == servers.stock_answer(model, tokens, 24)
+
+
+def test_a_draft_whose_layer_cannot_be_pinned(start, check) -> None:
+    """The MTP layer is the last one of the model."""
+    model = "qwen4exp"
+    server = start(model, *MTP, EXPERT_BATCH=1, FAULT=f"pin.register:{N_LAYER + 1}")
+    check(server, model, *MTP)
+    assert (experts(server)["staged_layers"], experts(server)["slots_per_layer"]) == ([], N_SLOTS)
+    assert layers_of(experts(server, 1)["staged_layers"]) == [N_LAYER]
+
+
+def test_cancel_in_the_middle_of_a_staged_stream(start, check, prompt) -> None:
+    model = "qwen3moe"
+    server = start(model, FAULT="pin.register:*", sizes={"ctx": 8192})
+    for count in range(1, 4):
+        with server.stream(prompt(model, 7000, seed=9)):
+            wait_until(lambda: server.phase()["phase"] == "prefill", "in the prefill phase")
+        wait_until(lambda n=count: server.counters()["aborted"] == n, "cancelled")
+    assert experts(server)["ring_bytes"] == 0
+    tokens = prompt(model, 600)
+    first = server.complete(tokens)
+    assert server.complete(tokens) == first
