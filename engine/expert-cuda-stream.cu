@@ -6,10 +6,19 @@
 //   ready[r]  recorded on the copy stream behind the copy into r; the compute stream waits for it before the layer in r runs.
 // `holds[r]` says what is in r or on its way there, so it does not matter in which order positions come, or that a micro-batch ends
 // early: what is missing is copied, what is there is used. A layer still being read (`active`) is never a target of copies ahead.
+//
+// A staged layer's copies are queued by the threads of a stager, between begin_copies and end_copies like any other's. Its `ready` is not
+// recorded when the layer's operator is queued, so the host waits for the stager first; what was queued before goes on meanwhile.
 
 #include "expert-cuda-kernels.cuh"
+#include "expert-staging.h"
 
 #include <algorithm>
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
 #include <vector>
 
 #ifndef _WIN32
@@ -22,12 +31,85 @@ struct region {
     cudaEvent_t ready = nullptr;
     cudaEvent_t done  = nullptr;
     int32_t     holds = -1; // position
+
+    const phase_stream_op * op = nullptr; // copied last
+    uint64_t                job = 0;      // of the stager, when that op is staged
+    cudaEvent_t             began = nullptr; // its copies: of the stopwatch, until they end
+};
+
+// Times between two events of one stream, added up once the second is seen to be over. Events are used again.
+class stopwatch {
+  public:
+    cudaError_t mark(cudaStream_t stream, cudaEvent_t & event) {
+        std::lock_guard<std::mutex> guard(lock);
+        if (spare.empty()) {
+            const cudaError_t error = cudaEventCreate(&event);
+            if (error != cudaSuccess) {
+                return error;
+            }
+        } else {
+            event = spare.back();
+            spare.pop_back();
+        }
+        return cudaEventRecord(event, stream);
+    }
+
+    cudaError_t measure(cudaEvent_t begin, cudaStream_t stream, bool exposed) {
+        cudaEvent_t end = nullptr;
+        const cudaError_t error = mark(stream, end);
+        std::lock_guard<std::mutex> guard(lock);
+        open[exposed].push_back({ begin, end });
+        return error;
+    }
+
+    // Called by the thread that owns `times` only.
+    void collect(phase_ring_times * times) {
+        std::lock_guard<std::mutex> guard(lock);
+        for (const bool exposed : { false, true }) {
+            while (!open[exposed].empty() && cudaEventQuery(open[exposed].front().end) == cudaSuccess) {
+                const auto span = open[exposed].front();
+                open[exposed].pop_front();
+                float ms = 0;
+                if (cudaEventElapsedTime(&ms, span.begin, span.end) == cudaSuccess && times) {
+                    (exposed ? times->exposed_us : times->copy_us) += (uint64_t) (1000*ms);
+                }
+                spare.push_back(span.begin);
+                spare.push_back(span.end);
+            }
+        }
+        (void) cudaGetLastError(); // not ready is no error
+    }
+
+    ~stopwatch() {
+        for (auto & spans : open) {
+            for (auto & span : spans) {
+                spare.push_back(span.begin);
+                spare.push_back(span.end);
+            }
+        }
+        for (cudaEvent_t event : spare) {
+            (void) cudaEventDestroy(event);
+        }
+    }
+
+  private:
+    struct span { cudaEvent_t begin, end; };
+
+    std::mutex               lock;
+    std::deque<span>         open[2]; // copies, exposed waits
+    std::vector<cudaEvent_t> spare;
 };
 
 struct ring_state {
     int                 device = 0;
     cudaStream_t        copies = nullptr;
     std::vector<region> regions;
+    phase_ring_times  * times = nullptr;
+    stopwatch           watch;
+
+    std::vector<cudaEvent_t>      chunk_sent;
+    std::atomic<int>              staging_error { cudaSuccess }; // the first one of a thread
+    std::unique_ptr<phase_stager> stager; // null: no staging memory
 
     int32_t      active = -1;      // region that the layer queued last reads
     cudaStream_t reader = nullptr; // on this stream
@@ -66,20 +148,70 @@ static cudaError_t destroy(ring_state * state) {
     int current = 0;
     keep(cudaGetDevice(&current));
     keep(cudaSetDevice(state->device));
+    state->stager.reset(); // its threads first: they queue copies
+    keep((cudaError_t) state->staging_error.load());
     if (state->copies) {
         keep(cudaStreamSynchronize(state->copies));
         keep(cudaStreamDestroy(state->copies));
     }
+    state->watch.collect(state->times);
     for (auto & r : state->regions) {
-        for (cudaEvent_t event : { r.ready, r.done }) {
+        for (cudaEvent_t event : { r.ready, r.done, r.began }) {
             if (event) {
                 keep(cudaEventDestroy(event));
             }
         }
     }
+    for (cudaEvent_t event : state->chunk_sent) {
+        keep(cudaEventDestroy(event));
+    }
     keep(cudaSetDevice(current));
     delete state;
     return first;
+}
+
+static cudaError_t begin_copies(ring_state & state, region & r) {
+    TRY(cudaStreamWaitEvent(state.copies, r.done, 0));
+    return state.watch.mark(state.copies, r.began);
+}
+
+static cudaError_t end_copies(ring_state & state, region & r) {
+    for (int32_t i = 0; i < r.op->n_tensors; ++i) {
+        const auto & t = r.op->tensors[i];
+        if (t.pad > 0) {
+            TRY(cudaMemsetAsync(t.dst + r.op->n_expert*t.stride, 0, t.pad, state.copies));
+        }
+    }
+    const cudaEvent_t began = r.began;
+    r.began = nullptr;
+    TRY(state.watch.measure(began, state.copies, false));
+    return cudaEventRecord(r.ready, state.copies);
+}
+
+static cudaError_t create_stager(ring_state & state, const phase_ring & ring) {
+    const int    n_threads = std::max(1, std::min<int>(PHASE_STAGING_THREADS, std::thread::hardware_concurrency()/2));
+    const int    n_chunks  = n_threads*phase_stager::CHUNKS_PER_THREAD;
+    const size_t chunk     = ring.staging_bytes/n_chunks;
+    for (int i = 0; i < n_chunks; ++i) {
+        cudaEvent_t event = nullptr;
+        TRY(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync));
+        state.chunk_sent.push_back(event);
+    }
+    const auto keep = [&state](cudaError_t error) {
+        int none = cudaSuccess;
+        state.staging_error.compare_exchange_strong(none, error);
+    };
+    phase_stage_effects effects;
+    effects.start   = [&state, keep] { keep(cudaSetDevice(state.device)); };
+    effects.reclaim = [&state, keep](int i) { keep(cudaEventSynchronize(state.chunk_sent[i])); };
+    effects.begin   = [&state, keep](int tag) { keep(begin_copies(state, state.regions[tag])); };
+    effects.send    = [&state, keep, chunk, memory = ring.staging](int i, uint8_t * dst, size_t size) {
+        keep(cudaMemcpyAsync(dst, memory + i*chunk, size, cudaMemcpyHostToDevice, state.copies));
+        keep(cudaEventRecord(state.chunk_sent[i], state.copies));
+    };
+    effects.end     = [&state, keep](int tag) { keep(end_copies(state, state.regions[tag])); };
+    state.stager.reset(new phase_stager(ring.staging, chunk, n_threads, effects));
+    return cudaSuccess;
 }
 
 // The regions may have been anything until now: nothing is copied before what `stream` has queued so far is over.
@@ -94,7 +226,8 @@ static cudaError_t create(phase_ring & ring, cudaStream_t stream) {
             TRY(cudaEventCreateWithFlags(&r.done,  cudaEventDisableTiming));
             TRY(cudaEventRecord(r.done, stream));
         }
-        return cudaSuccess;
+        state->times = ring.times;
+        return ring.staging ? create_stager(*state, ring) : cudaSuccess;
     };
     const cudaError_t error = init();
     if (error != cudaSuccess) {
@@ -121,18 +254,28 @@ static cudaError_t copy_in(uint8_t * dst, const uint8_t * src, size_t size, cuda
 }
 
 static cudaError_t upload(ring_state & state, const phase_stream_op & op) {
-    auto & r = state.regions[op.position % state.regions.size()];
-    r.holds = -1; // until all of it is queued
-    TRY(cudaStreamWaitEvent(state.copies, r.done, 0));
-    for (int32_t i = 0; i < op.n_tensors; ++i) {
-        const auto & t = op.tensors[i];
-        const size_t size = op.n_expert*t.stride;
-        TRY(copy_in(t.dst, t.src, size, state.copies));
-        if (t.pad > 0) {
-            TRY(cudaMemsetAsync(t.dst + size, 0, t.pad, state.copies));
-        }
+    const int32_t index = op.position % state.regions.size();
+    auto & r = state.regions[index];
+    if (r.op && r.op->staged) {
+        state.stager->wait(r.job); // over already, unless its layer never ran
     }
-    TRY(cudaEventRecord(r.ready, state.copies));
+    r.holds = -1; // until all of it is queued
+    r.op    = &op;
+    if (op.staged) {
+        std::vector<phase_stage_piece> pieces;
+        for (int32_t i = 0; i < op.n_tensors; ++i) {
+            const auto & t = op.tensors[i];
+            pieces.push_back({ t.dst, t.src, op.n_expert*t.stride });
+        }
+        r.job = state.stager->submit(pieces, index);
+    } else {
+        TRY(begin_copies(state, r));
+        for (int32_t i = 0; i < op.n_tensors; ++i) {
+            const auto & t = op.tensors[i];
+            TRY(copy_in(t.dst, t.src, op.n_expert*t.stride, state.copies));
+        }
+        TRY(end_copies(state, r));
+    }
     r.holds = op.position;
     if (op.counters) {
         op.counters->missed += op.n_expert;
@@ -157,7 +300,15 @@ cudaError_t phase_cuda_stream(const phase_stream_op & op, const phase_cuda_ids &
     if (state.regions[mine].holds != op.position) {
         TRY(upload(state, op));
     }
+    if (op.staged) {
+        state.stager->wait(state.regions[mine].job);
+        TRY((cudaError_t) state.staging_error.load());
+    }
+    cudaEvent_t before = nullptr;
+    TRY(state.watch.mark(stream, before));
     TRY(cudaStreamWaitEvent(stream, state.regions[mine].ready, 0));
+    TRY(state.watch.measure(before, stream, true));
+    state.watch.collect(state.times);
     state.active = mine;
     state.reader = stream;
 

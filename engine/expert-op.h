@@ -104,10 +104,18 @@ struct phase_prefetch_op {
 // A region is not overwritten before the layer in it finished; a layer does not start before its region arrived.
 struct phase_stream_op;
 
+// Written by the operator as copies and waits are seen to end, read by the host at any time.
+struct phase_ring_times {
+    uint64_t copy_us    = 0; // the copy engine was busy with layers; of staged ones, from the first chunk to the last
+    uint64_t exposed_us = 0; // of that, the time in which the layers' own stream waited
+};
+
 struct phase_ring {
     int32_t            n_regions = 0;
     int32_t            n_layers  = 0;
     phase_stream_op ** layers    = nullptr; // [n_layers]
+
+    phase_ring_times * times = nullptr; // may be null
 
     // Pinned memory through which layers that are `staged` go (see expert-staging.h); null when no layer is. Threads of the backend's
     // implementation fill it.

@@ -556,9 +556,14 @@ static void test_prefetch_nan() {
 // stream
 //
 
+enum stream_kind { STREAM_PINNED, STREAM_STAGED, STREAM_MIXED }; // mixed: every other layer is staged
+
 struct stream_ring {
     phase_ring                                 ring;
-    std::vector<std::unique_ptr<pinned_bytes>> experts;
+    phase_ring_times                           times;
+    std::vector<std::unique_ptr<pinned_bytes>> pinned;
+    std::vector<std::vector<uint8_t>>          pageable;
+    std::unique_ptr<pinned_bytes>              staging;
     std::vector<phase_stream_op>               ops;
     std::vector<phase_stream_op *>             pointers;
     std::vector<uint32_t>                      sums; // of region contents, padding included
@@ -567,21 +572,30 @@ struct stream_ring {
     phase_op_counters                          counters = {};
     size_t                                     region_bytes = 0;
 
-    stream_ring(int32_t n_layers, int32_t n_regions, int32_t n_expert, const std::vector<size_t> & strides) : ops(n_layers) {
+    stream_ring(int32_t n_layers, int32_t n_regions, int32_t n_expert, const std::vector<size_t> & strides, stream_kind kind = STREAM_PINNED,
+            size_t staging_bytes = 64*1024) : ops(n_layers) {
         static constexpr size_t PAD = 96;
         for (int32_t l = 0; l < n_layers; ++l) {
             const size_t a = strides[l % strides.size()], b = strides[(l + 1) % strides.size()];
             const size_t size = n_expert*(a + b);
-            experts.push_back(std::make_unique<pinned_bytes>(size + 64));
-            fill_random(experts[l]->data, size + 64, l*31 + 5);
             auto & op = ops[l];
+            op.staged = kind == STREAM_STAGED || (kind == STREAM_MIXED && l % 2);
+            uint8_t * experts;
+            if (op.staged) {
+                pageable.emplace_back(size + 64);
+                experts = pageable.back().data();
+            } else {
+                pinned.push_back(std::make_unique<pinned_bytes>(size + 64));
+                experts = pinned.back()->data;
+            }
+            fill_random(experts, size + 64, l*31 + 5);
             op.n_expert   = n_expert;
             op.n_tensors  = 2;
             op.position   = l;
             op.ring       = &ring;
             op.counters   = &counters;
-            op.tensors[0] = { experts[l]->data + 32,              nullptr, a, PAD };
-            op.tensors[1] = { experts[l]->data + 32 + n_expert*a, nullptr, b, 0 };
+            op.tensors[0] = { experts + 32,              nullptr, a, PAD };
+            op.tensors[1] = { experts + 32 + n_expert*a, nullptr, b, 0 };
 
             std::vector<uint8_t> region(n_expert*a + PAD + n_expert*b, 0);
             std::memcpy(region.data(), op.tensors[0].src, n_expert*a);
@@ -599,11 +613,18 @@ struct stream_ring {
         ring.n_regions = n_regions;
         ring.n_layers  = n_layers;
         ring.layers    = pointers.data();
+        ring.times     = &times;
+        if (kind != STREAM_PINNED) {
+            staging = std::make_unique<pinned_bytes>(staging_bytes);
+            ring.staging       = staging->data;
+            ring.staging_bytes = staging_bytes;
+        }
     }
 };
 
-static void test_stream(int32_t n_layers, int32_t n_regions, int n_passes, int32_t n_expert, const std::vector<size_t> & strides) {
-    stream_ring  r(n_layers, n_regions, n_expert, strides);
+static void test_stream(int32_t n_layers, int32_t n_regions, int n_passes, int32_t n_expert, const std::vector<size_t> & strides,
+        stream_kind kind = STREAM_PINNED) {
+    stream_ring  r(n_layers, n_regions, n_expert, strides, kind);
     std::mt19937 rng(n_layers*10 + n_regions);
 
     const int32_t n_used = 3, n_tokens = 300;
@@ -621,11 +642,11 @@ static void test_stream(int32_t n_layers, int32_t n_regions, int n_passes, int32
     std::vector<int32_t> order;
     std::vector<bool>    freed_before, last;
     for (int pass = 0; pass < n_passes; ++pass) {
-        const int     kind  = rng() % 4;
-        const int32_t end   = kind == 1 ? (int32_t) (rng() % n_layers) : n_layers;
-        const bool    final_pass = kind == 2;
+        const int     way   = rng() % 4;
+        const int32_t end   = way == 1 ? (int32_t) (rng() % n_layers) : n_layers;
+        const bool    final_pass = way == 2;
         for (int32_t l = 0; l < end; ++l) {
-            order.push_back(kind == 3 ? (int32_t) (rng() % n_layers) : l);
+            order.push_back(way == 3 ? (int32_t) (rng() % n_layers) : l);
             freed_before.push_back(l == 0 && pass % 7 == 6);
             last.push_back(final_pass);
         }
@@ -671,6 +692,7 @@ static void test_stream(int32_t n_layers, int32_t n_regions, int n_passes, int32
 
     CHECK(phase_cuda_ring_free(r.ring));
     CHECK(phase_cuda_ring_free(r.ring)); // nothing left is fine
+    EXPECT(r.times.copy_us > 0, "ring of %d: no copy was timed", n_regions);
     for (auto & s : streams) {
         CHECK(cudaStreamDestroy(s));
     }
@@ -689,6 +711,25 @@ static void test_stream_copies_once() {
         }
     }
     EXPECT(r.counters.missed == (uint64_t) n_passes*n_layers*n_expert, "copied %llu experts", (unsigned long long) r.counters.missed);
+    CHECK(phase_cuda_ring_free(r.ring));
+}
+
+// The ring is freed while the threads of its stager still copy; then it starts anew.
+static void test_stream_freed_early() {
+    const int32_t n_expert = 5;
+    stream_ring  r(6, 3, n_expert, { 400002, 150000 }, STREAM_STAGED);
+    device_ids   ids({ 0, 1 }, 2, 2);
+    device_bytes state(phase_state_words(n_expert, n_expert)*sizeof(int32_t), 0), dst(64, 0), sum(sizeof(uint32_t), 0);
+    for (int round = 0; round < 30; ++round) {
+        CHECK(phase_cuda_ring_start(r.ring, nullptr));
+        for (int l = 0; l < round % 4; ++l) {
+            CHECK(phase_cuda_stream(r.ops[l], ids.view, (int32_t *) state.data, (int32_t *) dst.data, nullptr));
+        }
+        CHECK(phase_cuda_ring_free(r.ring));
+    }
+    CHECK(phase_cuda_stream(r.ops[4], ids.view, (int32_t *) state.data, (int32_t *) dst.data, nullptr));
+    sum_kernel<<<32, 256>>>(r.ops[4].tensors[0].dst, r.sizes[4], (uint32_t *) sum.data);
+    EXPECT(*(const uint32_t *) sum.read().data() == r.sums[4], "wrong after a ring was freed early");
     CHECK(phase_cuda_ring_free(r.ring));
 }
 
@@ -915,8 +956,9 @@ static void bench() {
     }
     std::printf("\n");
 
+    for (const auto & [kind, name] : { std::make_pair(STREAM_PINNED, "pinned"), std::make_pair(STREAM_STAGED, "staged"), std::make_pair(STREAM_MIXED, "mixed") })
     for (const int32_t n_regions : { 2, 3 }) {
-        stream_ring  r(6, n_regions, 128, { 307200 });
+        stream_ring  r(6, n_regions, 512, { 307200 }, kind, PHASE_STAGING_THREADS*phase_stager::CHUNKS_PER_THREAD*PHASE_STAGING_CHUNK_BYTES);
         device_ids   ids(std::vector<int32_t>(10*2048, 1), 10, 10);
         device_bytes dst(10*2048*sizeof(int32_t), 0);
         const int n_passes = 8;
@@ -926,8 +968,9 @@ static void bench() {
                 CHECK(phase_cuda_stream(op, ids.view, state, (int32_t *) dst.data, stream));
             }
         });
-        std::printf("\nstream, ring of %d, nothing computed: %.1f GB/s\n", n_regions, 6.0*r.region_bytes/us/1e3);
+        std::printf("\nstream, %s, ring of %d, nothing computed: %.1f GB/s\n", name, n_regions, 6.0*r.region_bytes/us/1e3);
         CHECK(phase_cuda_ring_free(r.ring));
+        std::printf("    copies %.1f ms, exposed %.1f ms\n", r.times.copy_us/1e3, r.times.exposed_us/1e3);
     }
     CHECK(cudaStreamDestroy(stream));
 }
@@ -985,9 +1028,13 @@ int main(int argc, char ** argv) {
         const int passes = small ? 8 : 120;
         for (const int32_t n_regions : { 2, 3 }) {
             for (const int32_t n_layers : { 3, 4, 5, 6 }) {
-                test_stream(n_layers, n_regions, passes, 5, small ? std::vector<size_t>{ 1000, 4098, 18 } : std::vector<size_t>{ 1000, 400002, 18, 150000 });
+                for (const auto kind : { STREAM_PINNED, STREAM_STAGED, STREAM_MIXED }) {
+                    test_stream(n_layers, n_regions, passes, 5,
+                            small ? std::vector<size_t>{ 1000, 4098, 18 } : std::vector<size_t>{ 1000, 400002, 18, 150000 }, kind);
+                }
             }
         }
+        test_stream_freed_early();
         test_stream(1, 1, passes, 5, { 1000 });
         test_stream(2, 2, passes, 5, { 1000, 4098 });
         test_stream_copies_once();
