@@ -47,6 +47,7 @@ expert_cache::expert_cache(const llama_model & model, int il_begin, int il_end, 
 
         layer.stream.position = (int32_t) ring_order[host.dev].size();
         ring_order[host.dev].push_back(&layer.stream);
+        ring_times[host.dev];
     }
     state_arena.allocate();
     link_layers(model);
@@ -421,6 +422,11 @@ expert_stats expert_cache::stats() const {
 }
 
 void expert_cache::read_counters(expert_stats & stats) const {
+    stats.ring_times = {};
+    for (const auto & entry : ring_times) {
+        stats.ring_times.copy_us    += entry.second.copy_us;
+        stats.ring_times.exposed_us += entry.second.exposed_us;
+    }
     for (size_t i = 0; i < layers.size(); ++i) {
         stats.layers[i].slots = *layers[i].fetch.counters;
         stats.layers[i].ring  = *layers[i].stream.counters;

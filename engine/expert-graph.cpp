@@ -6,6 +6,7 @@
 #include "ggml.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -115,6 +116,7 @@ static void compute_stream(ggml_tensor * dst, int ith, int, void * userdata) {
     }
     auto & op = *(phase_stream_op *) userdata;
 
+    const auto begin = std::chrono::steady_clock::now();
     if (op.staged) {
         stage(op);
     }
@@ -124,6 +126,11 @@ static void compute_stream(ggml_tensor * dst, int ith, int, void * userdata) {
             std::memcpy(t.dst, t.src, op.n_expert*t.stride);
         }
         std::memset(t.dst + op.n_expert*t.stride, 0, t.pad);
+    }
+    if (op.ring->times) {
+        const auto us = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - begin).count();
+        op.ring->times->copy_us    += us;
+        op.ring->times->exposed_us += us; // nothing is computed meanwhile
     }
     op.counters->missed += op.n_expert;
     op.counters->runs++;

@@ -62,6 +62,7 @@ size_t expert_cache::allocate_ring(int32_t n, const fault_point & fault) {
                 ring.n_regions = regions;
                 ring.n_layers  = (int32_t) order.size();
                 ring.layers    = order.data();
+                ring.times     = &ring_times.at(dev);
                 if (const auto it = staging.find(dev); it != staging.end() && it->second) {
                     ring.staging       = (uint8_t *) ggml_backend_buffer_get_base(it->second.get());
                     ring.staging_bytes = ggml_backend_buffer_get_size(it->second.get());

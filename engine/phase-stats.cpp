@@ -88,7 +88,12 @@ static json experts_json(const expert_stats & experts) {
     const auto prefetch = total(experts, &expert_layer_stats::prefetch);
     result["prefetch"] = { { "predicted", prefetch.looked_up }, { "copied", prefetch.missed }, { "copied_bytes", copied_bytes(experts, &expert_layer_stats::prefetch) } };
     const auto ring = total(experts, &expert_layer_stats::ring);
-    result["ring"] = { { "layers_streamed", ring.runs }, { "copied_bytes", copied_bytes(experts, &expert_layer_stats::ring) } };
+    const auto & times = experts.ring_times;
+    result["ring"] = { { "layers_streamed", ring.runs }, { "copied_bytes", copied_bytes(experts, &expert_layer_stats::ring) },
+            { "copy_ms", times.copy_us/1000.0 }, { "exposed_ms", times.exposed_us/1000.0 } };
+    if (times.copy_us > 0) { // waits for what the copies themselves wait for can make it a little negative
+        result["ring"]["overlap"] = 1.0 - (double) times.exposed_us/times.copy_us;
+    }
 
     json layers = json::array();
     for (const auto & layer : experts.layers) {
@@ -252,6 +257,7 @@ static void experts_prometheus(prometheus_text & text, const std::vector<expert_
     }
     phase_op_counters sum = {};
     uint64_t copied = 0, prefetched = 0, streamed = 0, slot_bytes = 0, ring_bytes = 0;
+    phase_ring_times times;
     for (const auto & experts : members) {
         const auto c = total(experts, &expert_layer_stats::slots);
         sum.looked_up += c.looked_up;
@@ -261,6 +267,8 @@ static void experts_prometheus(prometheus_text & text, const std::vector<expert_
         prefetched += copied_bytes(experts, &expert_layer_stats::prefetch);
         streamed   += copied_bytes(experts, &expert_layer_stats::ring);
         slot_bytes += experts.slot_bytes;
+        times.copy_us    += experts.ring_times.copy_us;
+        times.exposed_us += experts.ring_times.exposed_us;
         ring_bytes += experts.ring_bytes;
     }
     text.one("llama_phase_expert_lookups_total",      "counter", "Experts looked up in the slots.",                 (double) sum.looked_up);
@@ -269,6 +277,8 @@ static void experts_prometheus(prometheus_text & text, const std::vector<expert_
     text.one("llama_phase_expert_copied_bytes_total", "counter", "Bytes copied into slots.",                        (double) copied);
     text.one("llama_phase_prefetched_bytes_total",    "counter", "Bytes copied into slots ahead of a lookup.",       (double) prefetched);
     text.one("llama_phase_streamed_bytes_total",      "counter", "Bytes streamed through the ring.",                (double) streamed);
+    text.one("llama_phase_stream_copy_seconds_total",    "counter", "Time in which layers were copied into the ring.", times.copy_us/1e6);
+    text.one("llama_phase_stream_exposed_seconds_total", "counter", "Of that, time in which nothing was computed.",    times.exposed_us/1e6);
     text.one("llama_phase_slots",                     "gauge",   "Slots per layer.",                                (double) members[0].n_slots);
     text.one("llama_phase_slot_bytes",                "gauge",   "Device memory of the slots.",                     (double) slot_bytes);
     text.one("llama_phase_ring_bytes",                "gauge",   "Device memory of the ring.",                      (double) ring_bytes);

@@ -47,6 +47,8 @@ struct expert_stats {
     int32_t  n_regions     = 0;
     uint64_t graph_replays = 0; // of the process
 
+    phase_ring_times ring_times; // of all devices
+
     std::vector<expert_layer_stats>          layers;
     std::vector<std::pair<int, std::string>> unusable; // layers that keep the stock path, and why
     std::vector<std::pair<int, std::string>> staged;   // layers streamed through the staging ring, and why; stock path in the decode phase

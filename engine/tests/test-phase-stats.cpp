@@ -32,6 +32,8 @@ phase_stats example() {
     target.pinned_bytes = 640; target.slot_bytes = 64; target.n_slots = 4; target.n_regions = 3; target.ring_bytes = 96; target.graph_replays = 12;
     target.layers.push_back({ 0, "GPU0", 4, { 40, 10, 6, 5 }, { 700, 32, 0, 1 }, 16 });
     target.layers.push_back({ 3, "CPU", 4, { 20, 5, 1, 5 }, { 0, 0, 0, 0 }, 8, { 30, 12, 3, 6 } });
+    target.ring_times = { 4000, 1000 };
+    target.staged.emplace_back(1, "no memory that may be locked");
     target.unusable.emplace_back(2, "a \"quoted\"\nreason \\ with \x01 bytes");
     target.note = "fewer";
     expert_stats draft;
@@ -142,10 +144,11 @@ TEST(experts_add_up) {
     CHECK_EQ(target["slots"], (json { { "looked_up", 60 }, { "hit", 45 }, { "missed", 15 }, { "evicted", 7 }, { "runs", 10 },
                 { "copied_bytes", 10*16 + 5*8 } }));
     CHECK_EQ(target["prefetch"], (json { { "predicted", 30 }, { "copied", 12 }, { "copied_bytes", 12*8 } }));
-    CHECK_EQ(target["ring"], (json { { "layers_streamed", 1 }, { "copied_bytes", 32*16 } }));
+    CHECK_EQ(target["ring"], (json { { "layers_streamed", 1 }, { "copied_bytes", 32*16 }, { "copy_ms", 4.0 }, { "exposed_ms", 1.0 }, { "overlap", 0.75 } }));
     REQUIRE(target["layers"].size() == 2);
     CHECK_EQ(target["layers"][1]["layer"], 3);
     CHECK_EQ(target["layers"][1]["copied_bytes"], 40);
+    CHECK_EQ(target["staged_layers"][0]["layer"], 1);
     CHECK_EQ(target["stock_layers"][0]["layer"], 2);
     CHECK_EQ(target["stock_layers"][0]["reason"], "a \"quoted\"\nreason \\ with \x01 bytes");
     CHECK_EQ(target["note"], "fewer");
