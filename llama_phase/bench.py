@@ -1,6 +1,7 @@
 """Side-by-side measurement of server configurations: one model, the same prompts, one run.
 
-    python -m llama_phase.bench MODEL [--suite cpu|gpu] [--runs N] [--rounds N] [--only NAME]... [--json FILE]
+    python -m llama_phase.bench MODEL [--suite cpu|gpu|restore|prefill|gpu2]
+        [--runs N] [--rounds N] [--only NAME]... [--json FILE]
 
 Each round starts the configurations one after the other (so that a drift of the machine hits all of them), and each
 asks for the same texts: short prompts with long answers (decode; first random tokens, then prose), and long prompts
@@ -70,6 +71,8 @@ class Sample:
     streamed_bytes: int = 0
     enter_ms: float | None = None
     leave_ms: float | None = None
+    copy_ms: float = 0.0  # layers were copied into the ring
+    exposed_ms: float = 0.0  # of that, nothing was computed
     tokens: list[int] = field(default_factory=list, repr=False)
 
 
@@ -90,6 +93,12 @@ def _experts(phase: dict[str, Any]) -> tuple[int, ...]:
     return tuple(totals)
 
 
+def _ring_ms(phase: dict[str, Any]) -> tuple[float, float]:
+    """copy and exposed milliseconds, summed over the contexts"""
+    rings = [experts["ring"] for experts in phase.get("experts", [])]
+    return sum(ring.get("copy_ms", 0.0) for ring in rings), sum(ring.get("exposed_ms", 0.0) for ring in rings)
+
+
 def _ask(client: Client, kind: str, text: int, prompt: list[int] | str, n_predict: int) -> Sample:
     before = client.phase() or {}
     answer = client.completion(prompt, n_predict, cache_prompt=False, return_tokens=True, ignore_eos=True)
@@ -106,6 +115,8 @@ def _ask(client: Client, kind: str, text: int, prompt: list[int] | str, n_predic
         copied_bytes=copied,
         prefetched_bytes=prefetched,
         streamed_bytes=streamed,
+        copy_ms=_ring_ms(after)[0] - _ring_ms(before)[0],
+        exposed_ms=_ring_ms(after)[1] - _ring_ms(before)[1],
         tokens=answer.tokens,
     )
     if after.get("counters", {}).get("entered", 0) > before.get("counters", {}).get("entered", 0):
@@ -226,11 +237,12 @@ def median(values: Iterable[float | None]) -> float | None:
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> Table:
-    """Medians over all rounds, one row a configuration; `same text` compares greedy answers with the first one."""
+    """Medians over all rounds, one row a configuration; `same text` compares greedy answers with the first one, `GB/s`
+    is what was streamed over the prompt's whole time, `then` the answers behind long prompts."""
     shown = Table(title="medians")
     shown.add_column("configuration")
-    columns = "decode tok/s, hits %, prose tok/s, hits %, prefill tok/s, TTFT ms, swap ms, MiB, same text"
-    for column in columns.split(", "):
+    columns = ("decode tok/s", "hits %", "prose tok/s", "hits %", "prefill tok/s", "TTFT ms", "swap ms", "overlap %")
+    for column in (*columns, "GB/s", "then tok/s", "then hits %", "MiB", "same text"):
         shown.add_column(column, justify="right")
     reference = _texts(next(iter(results.values())))
     for name, rounds in results.items():
@@ -253,6 +265,10 @@ def table(results: dict[str, list[dict[str, Any]]]) -> Table:
             _number(median(s["prompt_per_second"] for s in prefill), 0),
             _number(median(s["prompt_ms"] for s in prefill), 0),
             _number(median(swaps), 0),
+            _number(median(100 * (1 - s["exposed_ms"] / s["copy_ms"]) for s in prefill if s.get("copy_ms")), 0),
+            _number(median(s["streamed_bytes"] / s["prompt_ms"] / 1e6 for s in prefill if s["streamed_bytes"])),
+            _number(median(s["predicted_per_second"] for s in prefill)),
+            _number(median(100 * s["hit_rate"] for s in prefill if s["hit_rate"] is not None)),
             _number(median(one["memory_mib"] for one in rounds), 0),
             f"{same}/{len(texts)}",
         )
@@ -284,9 +300,18 @@ def _processor() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    from llama_phase.bench_prefill import gpu2_suite, prefill_suite, restore_suite
+
     parser = argparse.ArgumentParser(prog="python -m llama_phase.bench", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--suite", choices=("cpu", "gpu"), default="cpu")
+    suites = {
+        "cpu": cpu_suite,
+        "gpu": gpu_suite,
+        "restore": restore_suite,
+        "prefill": prefill_suite,
+        "gpu2": gpu2_suite,
+    }
+    parser.add_argument("--suite", choices=tuple(suites), default="cpu")
     parser.add_argument("--runs", type=int, default=5, help="counted texts of each kind per round")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--long-tokens", type=int, default=8192, help="0: no long prompts")
@@ -297,10 +322,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="where all figures go")
     options = parser.parse_args(arguments)
 
-    suite = (gpu_suite if options.suite == "gpu" else cpu_suite)(options.threads)
+    suite = suites[options.suite](options.threads)
     suite = [one for one in suite if not options.only or any(part in one.name for part in options.only)]
     workload = Workload(runs=options.runs, long_tokens=options.long_tokens, answer_tokens=options.answer_tokens)
-    console = Console(width=140 if not sys.stdout.isatty() else None)
+    console = Console(width=170 if not sys.stdout.isatty() else None)
 
     results: dict[str, list[dict[str, Any]]] = {one.name: [] for one in suite}
     failed: list[str] = []

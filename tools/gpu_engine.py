@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 """Correctness of the CUDA engine, through llama-server, on synthetic models. Needs a GPU and build/cuda.
 
-usage: gpu_engine.py [--models DIR] [--cycles N] [--quick]
+usage: gpu_engine.py [--models DIR] [--cycles N] [--quick] [--gpus 2]
 
 Compared with all weights on the GPU, stock code, at the same batch split: greedy tokens and the log-probabilities of
 every token, bit for bit. Cold and warm slots, the fewest slots, all experts as slots, with and without prefetch, every
 restore policy, rings of 2 and 3. Without a ring the last layer's single token of a prompt is computed on the CPU, as
 stock does: then tokens are equal and log-probabilities nearly. Prompts between EXPERT_BATCH and the threshold are left
-out: they take the stock path, which computes host experts on the CPU. Then: CUDA graphs are replayed, and after many
-transactions the device has as much free memory as before, to the byte.
+out: they take the stock path, which computes host experts on the CPU. For the same reason runs with expert memory that
+is not pinned (injected) are compared at the token behind each prompt only. Then: CUDA graphs are replayed, and after
+many transactions the device has as much free memory as before, to the byte. With --gpus 2 layers are split evenly over
+two devices, the reference's, too.
 
 exit codes: 0 all equal, 1 a difference, named on its line
 """
@@ -64,9 +66,11 @@ def first_difference(expected: list, got: list, tolerance: float = 0) -> str:
     return ""
 
 
-def check_model(preset: str, model: Path, n_used: int, n_expert: int, quick: bool) -> list[str]:
+def check_model(
+    preset: str, model: Path, n_used: int, n_expert: int, quick: bool, split: tuple[str, ...] = ()
+) -> list[str]:
     failures = []
-    expected, _ = answers(model, STOCK, ())
+    expected, _ = answers(model, STOCK, split)
     variants = [("static, all slots", {**STOCK, "expert_slots": n_expert}, 2)]
     least = {"expert_slots": 2 * n_used, "expert_batch": 2}
     for restore, ring in (("snapshot", "auto"), ("cold", 2), ("prompt", 3), ("snapshot", 0)):
@@ -76,11 +80,11 @@ def check_model(preset: str, model: Path, n_used: int, n_expert: int, quick: boo
     for prefetch in (0, 1, 8):
         variants.append((f"least slots, prefetch {prefetch}", {**PHASE, **least, "prefetch": prefetch}, 2))
     # the switch alone: all weights on the GPU, at the same batch split
-    difference = first_difference(expected, answers(model, PHASE, ())[0])
+    difference = first_difference(expected, answers(model, PHASE, split)[0])
     print(f"{preset:12} switch alone, all on the GPU: {difference or 'equal'}", flush=True)
     failures += [f"{preset}, switch alone: {difference}"] if difference else []
     for name, settings, repeats in variants[: 3 if quick else None]:
-        got, phase = answers(model, settings, ("--cpu-moe",), repeats)
+        got, phase = answers(model, settings, ("--cpu-moe", *split), repeats)
         difference = first_difference(expected * repeats, got, 0 if settings.get("ring") != 0 else NO_RING_TOLERANCE)
         experts = phase.get("experts", [{}])[0]
         slots = experts.get("slots", {})
@@ -101,13 +105,34 @@ def check_model(preset: str, model: Path, n_used: int, n_expert: int, quick: boo
             failures.append(f"{preset}, {name}: the slots were not used: {phase.get('experts')}")
         if settings.get("prefill_mode") == "transaction" and counters.get("entered") != repeats * (len(PROMPTS) - 1):
             failures.append(f"{preset}, {name}: counters {counters}")
+    return failures + check_staged(preset, model, [answer[:1] for answer in expected], least, split)
+
+
+def check_staged(preset: str, model: Path, expected: list, least: dict, split: tuple[str, ...]) -> list[str]:
+    """No expert memory is pinned, then some of it: the token behind each long prompt, which the ring computes."""
+    failures = []
+    for ring, fault in ((2, "pin.register:*"), (3, "pin.register:*"), (2, "pin.register:2,pin.register:5")):
+        settings = {**PHASE, **least, "ring": ring, "fault": fault}
+        got, phase = answers(model, settings, ("--cpu-moe", *split), 2)
+        long = [i for i in range(len(got)) if PROMPTS[i % len(PROMPTS)] > 1]
+        pairs = [(i, expected[i % len(PROMPTS)], got[i][:1]) for i in long]
+        wrong = [f"prompt {PROMPTS[i % len(PROMPTS)]}: {a} and {b}" for i, a, b in pairs if a != b]
+        experts = phase.get("experts", [{}])[0]
+        staged, rings = len(experts.get("staged_layers", [])), experts.get("ring", {})
+        print(
+            f"{preset:12} staged, ring {ring}, {fault:32} {'DIFFERS ' + wrong[0] if wrong else 'equal':40} "
+            f"layers {staged} overlap {rings.get('overlap', 0):.2f}",
+            flush=True,
+        )
+        failures += [f"{preset}, staged, ring {ring}, {fault}: {wrong[0]}"] if wrong else []
+        failures += [f"{preset}: no layer was staged: {experts}"] if not staged else []
     return failures
 
 
-def check_cycles(model: Path, cycles: int) -> list[str]:
+def check_cycles(model: Path, cycles: int, split: tuple[str, ...] = ()) -> list[str]:
     """Free device memory after each leave, as the device reports it: equal from the second cycle on."""
     settings = {**PHASE, "expert_slots": 16, "expert_batch": 2}
-    loaded = Settings.load(model=model, port=0, ctx=8192, upstream=(*COMMON, "--cpu-moe"), **settings)
+    loaded = Settings.load(model=model, port=0, ctx=8192, upstream=(*COMMON, "--cpu-moe", *split), **settings)
     free = []
     begin = time.monotonic()
     with Server(loaded) as server, server.client() as client:
@@ -127,13 +152,15 @@ def main() -> int:
     parser.add_argument("--models", type=Path, default=Path("/dev/shm/llama-phase"))
     parser.add_argument("--cycles", type=int, default=200)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="2: layers split evenly over two devices")
     options = parser.parse_args()
     options.models.mkdir(parents=True, exist_ok=True)
     failures = []
+    split = ("-ts", "1,1") if options.gpus == 2 else ()
     for preset in ("tiny", "tiny-moe", "tiny-35"):
         model = make_model(preset, options.models / f"{preset}.gguf")
-        failures += check_model(preset, model, 4, 32, options.quick)
-    failures += check_cycles(options.models / "tiny-moe.gguf", options.cycles)
+        failures += check_model(preset, model, 4, 32, options.quick, split)
+    failures += check_cycles(options.models / "tiny-moe.gguf", options.cycles, split)
     for failure in failures:
         print(f"FAILED: {failure}")
     return 1 if failures else 0

@@ -1,0 +1,45 @@
+"""Configurations that compare ways of prefilling: restore policies, micro-batches, the staging ring, two GPUs."""
+
+from __future__ import annotations
+
+from llama_phase.bench import GPU, HOST_EXPERTS, PINNED, Configuration
+
+_STOCK = {"prefill_mode": "off", "ctx": 16384}
+_PHASE = {"prefill_mode": "transaction", "ctx": 16384, "ubatch": 512, "expert_slots": 128}
+RESTORES = ("cold", "snapshot", "prompt")
+
+
+def _server(threads: int) -> tuple[str, ...]:
+    return ("-np", "1", "-t", str(threads), "--no-warmup")
+
+
+def restore_suite(threads: int) -> list[Configuration]:
+    """What the slots hold after a prompt: compare hits and tokens/s behind the long prompts."""
+    flags = (*HOST_EXPERTS, *_server(threads))
+    return [Configuration(f"restore {name}", {**_PHASE, "restore": name}, flags) for name in RESTORES]
+
+
+def prefill_suite(threads: int) -> list[Configuration]:
+    """Micro-batch fixed and auto, rings, memory that is not pinned (injected) against stock's mapped file."""
+    flags = (*HOST_EXPERTS, *_server(threads))
+    return [
+        Configuration("stock, mapped file, -ub 512", {**_STOCK, "ubatch": 512}, flags),
+        Configuration("phase, prefill 2048", _PHASE, flags),
+        Configuration("phase, prefill auto", {**_PHASE, "prefill_ubatch": "auto"}, flags),
+        Configuration("phase, ring 2", {**_PHASE, "ring": 2}, flags),
+        Configuration("phase, staged", {**_PHASE, "fault": "pin.register:*"}, flags),
+    ]
+
+
+def gpu2_suite(threads: int) -> list[Configuration]:
+    """One GPU of two against both, layers split evenly: each GPU streams its own layers over its own link."""
+    more = _server(threads)
+    one, two = ("--device", "CUDA0"), ("-ts", "1,1")
+    return [
+        Configuration("all on 2 GPUs, -ub 2048", {**_STOCK, "ubatch": 2048}, (*GPU, *more, *two)),
+        Configuration("1 GPU: stock, pinned, -ub 2048", {**_STOCK, "ubatch": 2048}, (*PINNED, *more, *one)),
+        Configuration("2 GPUs: stock, pinned, -ub 2048", {**_STOCK, "ubatch": 2048}, (*PINNED, *more, *two)),
+        Configuration("1 GPU: phase, 128 slots", _PHASE, (*HOST_EXPERTS, *more, *one)),
+        Configuration("2 GPUs: phase, 128 slots", _PHASE, (*HOST_EXPERTS, *more, *two)),
+        Configuration("2 GPUs: phase, auto", {**_PHASE, "prefill_ubatch": "auto"}, (*HOST_EXPERTS, *more, *two)),
+    ]
