@@ -6,6 +6,7 @@ Plain "==" of answers: as stock at the same split, bit for bit, logprobs too. "A
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engine_server import DECODE_UBATCH, MIN_TOKENS, PREFILL_UBATCH, assert_same_but_for_ties, wait_until
@@ -185,11 +186,11 @@ def check_transactions(servers: ExpertFleet, prompt, model: str, restore: str, r
 @pytest.mark.parametrize("model", VARIANTS)
 def test_other_experts(servers: ExpertFleet, prompt, model: str) -> None:
     """Types that differ between layers, sizes that are no multiple of 16, fused gate and up, one expert, all used:
-    with few slots and with as many as experts, in both phases."""
+    with few slots and a ring of exactly two regions, and with as many slots as experts, in both phases."""
     n_expert = {"one-expert": 1, "all-used": 5}.get(model, N_EXPERT)
     n_used = {"one-expert": 1, "one-used": 1, "all-used": 5}.get(model, N_USED)
-    for n_slots in (n_used, n_expert):
-        server = servers.switching(model, n_slots)
+    for n_slots, ring in ((n_used, 2), (n_expert, "auto")):
+        server = servers.switching(model, n_slots, RING=ring)
         for n in (1, 7, 700, 7):
             tokens = prompt(model, n)
             ubatch = PREFILL_UBATCH if n >= MIN_TOKENS else DECODE_UBATCH
@@ -226,6 +227,26 @@ def test_cancel(servers: ExpertFleet, prompt, model: str) -> None:
         ubatch = PREFILL_UBATCH if n >= MIN_TOKENS else DECODE_UBATCH
         assert server.complete(tokens) == servers.stock_answer(model, tokens, 24, ubatch=ubatch, ctx=8192)
     assert (experts(server)["slots_per_layer"], experts(server)["ring_bytes"]) == (10, 0)
+
+
+@pytest.mark.parametrize("ring", [2, 3])
+@pytest.mark.parametrize("model", EXACT)
+def test_cancel_one_of_two_prompts(servers: ExpertFleet, prompt, model: str, ring: int) -> None:
+    """Any split but for ties: the ring goes on for the other slot, which leaves when it is done."""
+    sizes = {"parallel": 2, "ctx": 16384}
+    server = servers.switching(model, 9, *NO_FLASH, RING=ring, EXPERT_BATCH=2, sizes=sizes)
+    before = server.counters()
+    tokens = prompt(model, 1500, seed=3)
+    with ThreadPoolExecutor(1) as pool:
+        with server.stream(prompt(model, 7000, seed=9)):
+            wait_until(lambda: server.phase()["phase"] == "prefill", "in the prefill phase")
+            other = pool.submit(server.complete, tokens, n=32)
+            wait_until(lambda: server.counters()["prompts"] == before["prompts"] + 2, "the second prompt began")
+        answer = other.result()
+    assert_same_but_for_ties(answer.tokens, servers.stock_answer(model, tokens, 32, *NO_FLASH))
+    wait_until(lambda: server.phase()["phase"] == "decode", "left")
+    assert server.counters()["aborted"] == before["aborted"] + 1
+    assert (experts(server)["slots_per_layer"], experts(server)["ring_bytes"]) == (9, 0)
 
 
 def test_a_reused_prefix(servers: ExpertFleet, prompt) -> None:

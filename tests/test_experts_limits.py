@@ -137,9 +137,10 @@ def test_repacked_experts(alone, servers: ExpertFleet, prompt) -> None:
     assert "no slots" not in server.log_text()
 
 
-def test_some_layers_repacked(alone, servers: ExpertFleet, prompt) -> None:
-    """The other layers have slots and ring."""
-    server = alone("mixed", 8, raw=False, **TRANSACTION)
+@pytest.mark.parametrize("ring", [2, 3])
+def test_some_layers_repacked(alone, servers: ExpertFleet, prompt, ring: int) -> None:
+    """The other layers have slots and ring, although layers on the stock path lie between them."""
+    server = alone("mixed", 8, raw=False, RING=ring, **TRANSACTION)
     figures = experts(server)
     stock_layers = [layer["layer"] for layer in figures["stock_layers"]]
     assert 0 in stock_layers and len(stock_layers) < N_LAYER

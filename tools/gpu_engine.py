@@ -41,6 +41,7 @@ PHASE = {
     "prefill_min_tokens": 256,
 }
 STOCK = {"prefill_mode": "off", "ubatch": PREFILL_UBATCH, "batch": PREFILL_UBATCH}
+BETWEEN = "GPU layers between, ring 2"
 PROMPTS = (1, 300, 1500, 2500)  # tokens; all but the first switch the phase
 ANSWER_TOKENS = 96
 NO_RING_TOLERANCE = 0.01  # of a log-probability; seen: 0.0001
@@ -76,6 +77,7 @@ def check_model(
     for restore, ring in (("snapshot", "auto"), ("cold", 2), ("prompt", 3), ("snapshot", 0)):
         name = f"least slots, {restore}, ring {ring}"
         variants.append((name, {**PHASE, **least, "restore": restore, "ring": ring}, 2))
+    variants.append((BETWEEN, {**PHASE, **least, "ring": 2}, 2))
     variants.append(("all slots", {**PHASE, "expert_slots": n_expert}, 2))
     for prefetch in (0, 1, 8):
         variants.append((f"least slots, prefetch {prefetch}", {**PHASE, **least, "prefetch": prefetch}, 2))
@@ -84,7 +86,8 @@ def check_model(
     print(f"{preset:12} switch alone, all on the GPU: {difference or 'equal'}", flush=True)
     failures += [f"{preset}, switch alone: {difference}"] if difference else []
     for name, settings, repeats in variants[: 3 if quick else None]:
-        got, phase = answers(model, settings, ("--cpu-moe", *split), repeats)
+        placement = ("-ot", r"blk\.[235]\.ffn_.*_exps=CUDA0") if name == BETWEEN else ()
+        got, phase = answers(model, settings, (*placement, "--cpu-moe", *split), repeats)
         difference = first_difference(expected * repeats, got, 0 if settings.get("ring") != 0 else NO_RING_TOLERANCE)
         experts = phase.get("experts", [{}])[0]
         slots = experts.get("slots", {})
@@ -129,9 +132,9 @@ def check_staged(preset: str, model: Path, expected: list, least: dict, split: t
     return failures
 
 
-def check_cycles(model: Path, cycles: int, split: tuple[str, ...] = ()) -> list[str]:
+def check_cycles(model: Path, cycles: int, split: tuple[str, ...] = (), fault: str = "") -> list[str]:
     """Free device memory after each leave, as the device reports it: equal from the second cycle on."""
-    settings = {**PHASE, "expert_slots": 16, "expert_batch": 2}
+    settings = {**PHASE, "expert_slots": 16, "expert_batch": 2, "fault": fault}
     loaded = Settings.load(model=model, port=0, ctx=8192, upstream=(*COMMON, "--cpu-moe", *split), **settings)
     free = []
     begin = time.monotonic()
@@ -161,6 +164,7 @@ def main() -> int:
         model = make_model(preset, options.models / f"{preset}.gguf")
         failures += check_model(preset, model, 4, 32, options.quick, split)
     failures += check_cycles(options.models / "tiny-moe.gguf", options.cycles, split)
+    failures += check_cycles(options.models / "tiny-moe.gguf", options.cycles // 4, split, "pin.register:*")
     for failure in failures:
         print(f"FAILED: {failure}")
     return 1 if failures else 0
