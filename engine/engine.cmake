@@ -10,6 +10,7 @@ set(LLAMA_PHASE_SOURCES
     ${LLAMA_PHASE_ENGINE_DIR}/expert-store.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/host-pool.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-api.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/phase-chunks.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-config.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-context.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-group.cpp

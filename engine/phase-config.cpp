@@ -187,6 +187,8 @@ phase_config phase_config_parse(const phase_environment & env) {
             config.ring_regions = (int32_t) parsed;
         } else if (name == "LLAMA_PHASE_PREFETCH") {
             config.prefetch = (int32_t) parsed;
+        } else if (name == "LLAMA_PHASE_CHUNK") {
+            config.chunk = (int32_t) parsed;
         } else if (name == "LLAMA_PHASE_RESTORE") {
             config.restore = (phase_restore) parsed;
         } else if (name == "LLAMA_PHASE_BUDGET_MIB") {

@@ -1,6 +1,7 @@
 #include "phase-context.h"
 
 #include "expert-cache.h"
+#include "phase-chunks.h"
 #include "phase-group.h"
 #include "phase-stats.h"
 
@@ -49,6 +50,7 @@ std::shared_ptr<phase_context> phase_context_create(llama_context & ctx) {
         // with auto the fit has to leave room for the smallest: larger ones take what is left
         const auto candidates = phase_ubatch_candidates(ctx.cparams.n_ubatch, ubatch_prefill);
         ctx.cparams.n_ubatch = config.prefill_ubatch < 0 && !candidates.empty() ? candidates.front() : ubatch_prefill;
+        phase_set_chunks(ctx.cparams, ctx.model, config.mode == PHASE_MODE_TRANSACTION ? config.chunk : 0);
         return nullptr;
     }
     if (ubatch_prefill == ctx.cparams.n_ubatch && config.expert_slots == 0) {
@@ -153,6 +155,7 @@ int64_t phase_context::drop_buffers() {
 
 int64_t phase_context::reserve_buffers(bool prefill) {
     ctx.cparams.n_ubatch = prefill ? ubatch_prefill : ubatch_decode;
+    phase_set_chunks(ctx.cparams, ctx.model, prefill ? config.chunk : 0);
     if (!prefill) {
         ctx.cparams.pipeline_parallel = pipeline_parallel;
     }

@@ -200,6 +200,11 @@ def gpu_suite(threads: int) -> list[Configuration]:
             for slots, n in ((64, 0), (128, 0), (256, 0), (128, 4), (128, 14), (256, 14))
         ),
         Configuration(
+            "phase, 128 slots, prefill 8192, chunked",
+            {**phase, "ubatch": 512, "expert_slots": 128, "prefill_ubatch": 8192, "chunk": "auto"},
+            (*HOST_EXPERTS, *more),
+        ),
+        Configuration(
             "phase, 128 slots, loaded",
             {**phase, "ubatch": 512, "expert_slots": 128},
             (*PINNED, *more),

@@ -53,6 +53,7 @@ class Settings(BaseSettings):
     expert_batch: Annotated[int, Field(ge=1, le=64)] = 8
     ring: Literal["auto"] | Annotated[int, Field(ge=0, le=64)] = "auto"
     prefetch: Literal["auto"] | Annotated[int, Field(ge=0, le=64)] = "auto"
+    chunk: Literal["auto"] | Annotated[int, Field(ge=0, le=65536)] = 0
     restore: Literal["snapshot", "cold", "prompt"] = "snapshot"
     budget_mib: str = ""
     fault: str = ""

@@ -61,7 +61,15 @@ def write_model(
     return True
 
 
-def _write(plan: TensorList, vocabulary: Vocabulary, part: Path, on_bytes: OnBytes) -> None:
+def write_shape(plan: TensorList, vocabulary: Vocabulary, path: Path) -> None:
+    """The model with a hole for weights, which takes no disk: for a program that reads none.
+
+    It passes for the model, so ``path`` is a place that is deleted again.
+    """
+    _write(plan, vocabulary, path, lambda n_bytes, tensor: None, weights=False)
+
+
+def _write(plan: TensorList, vocabulary: Vocabulary, part: Path, on_bytes: OnBytes, weights: bool = True) -> None:
     w = gguf.GGUFWriter(part, plan.spec.arch)
     try:
         add_metadata(w, plan.spec, vocabulary)
@@ -72,6 +80,10 @@ def _write(plan: TensorList, vocabulary: Vocabulary, part: Path, on_bytes: OnByt
         w.write_ti_data_to_file()
         file = w.fout[0]
         w.write_padding(file, file.tell())
+        if not weights:
+            padded = (w.ggml_pad(t.n_bytes, w.data_alignment) for t in plan.tensors)
+            file.truncate(file.tell() + sum(padded))
+            return
         for t in plan.tensors:
             written = 0
             for chunk in t.chunks():
