@@ -18,7 +18,8 @@
 
 static constexpr int64_t EXPERT_CHUNK   = 2048;     // tokens; fewer leave matrices too thin per expert
 static constexpr int64_t MASK_CHUNK     = 2048;     // tokens, at most
-static constexpr int64_t MASK_CHUNK_MIN = 256;
+static constexpr int64_t MASK_CHUNK_MIN = 256;      // tokens; fewer only cost launches
+static constexpr int64_t MASK_CHUNKS    = 16;       // at most: planning a graph of twice the nodes takes twice as long
 static constexpr int64_t MASK_ELEMENTS  = 1 << 25;  // of a chunk's mask: 64 MiB in F16, twice that while it is written out
 static constexpr int64_t FILL_ELEMENTS  = 1 << 22;  // mask rows that are filled at a time, 8 MiB
 
@@ -55,6 +56,10 @@ int64_t phase_expert_chunk(const llama_cparams & cparams, int64_t n_tokens) {
     return even(n_tokens, cparams.phase_chunk > 0 ? cparams.phase_chunk : EXPERT_CHUNK);
 }
 
+static int64_t fewest_mask_tokens(int64_t n_tokens) {
+    return std::max(MASK_CHUNK_MIN, n_tokens/MASK_CHUNKS);
+}
+
 int64_t phase_mask_chunk(const llama_cparams & cparams, int64_t n_kv, const llama_ubatch & ubatch) {
     const bool one_stream = cparams.kv_unified || ubatch.n_seqs_unq == 1;
     if (cparams.phase_chunk == 0 || !cparams.phase_chunk_masks || !one_stream || n_kv % BLOCK != 0) {
@@ -64,7 +69,7 @@ int64_t phase_mask_chunk(const llama_cparams & cparams, int64_t n_kv, const llam
         return even(ubatch.n_tokens, cparams.phase_chunk);
     }
     int64_t most = MASK_CHUNK;
-    while (most > MASK_CHUNK_MIN && most*n_kv > MASK_ELEMENTS) {
+    while (most > fewest_mask_tokens(ubatch.n_tokens) && most*n_kv > MASK_ELEMENTS) {
         most /= 2;
     }
     return even(ubatch.n_tokens, most);
@@ -75,7 +80,7 @@ uint32_t phase_chunk_nodes(const llama_cparams & cparams, const llama_model & mo
 
     const int64_t experts = count(phase_expert_chunk(cparams, n_tokens));
     const int64_t masks   = cparams.phase_chunk_masks && cparams.phase_chunk ?
-            count(even(n_tokens, cparams.phase_chunk > 0 ? cparams.phase_chunk : MASK_CHUNK_MIN)) : 0;
+            count(even(n_tokens, cparams.phase_chunk > 0 ? cparams.phase_chunk : fewest_mask_tokens(n_tokens))) : 0;
 
     // a chunk of experts takes about 30 + 2*n_expert_used nodes, more with adapters; one of attention about 25, with a selection 70
     return (uint32_t) (model.hparams.n_layer_all*(experts*(64 + 4*model.hparams.n_expert_used()) + masks*96));

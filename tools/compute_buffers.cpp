@@ -2,7 +2,7 @@
 //
 //   compute_buffers MODEL UBATCH[,UBATCH..] N_CTX[,N_CTX..] [TOP]
 //
-// One line per pair; with TOP also the TOP largest tensors alive at the peak. The environment is the engine's: with
+// One line per pair, with the time that building and planning took; with TOP also the TOP largest tensors alive at the peak. The environment is the engine's: with
 // LLAMA_PHASE_PREFILL_MODE=transaction and LLAMA_PHASE_CHUNK the graph is that of the prefill phase.
 // The peak is that of lifetimes and in-place reuse as in ggml-alloc.c, without fragmentation; `planned` is ggml-alloc's own.
 // Built and run by tools/compute_buffers.py. Exit codes: 0 done, 1 the model does not load, 2 wrong usage.
@@ -151,10 +151,12 @@ int main(int argc, char ** argv) {
             }
             const auto mctx = llama_get_memory(ctx)->init_full();
             size_t planned[8] = {};
+            const int64_t start_us = ggml_time_us();
             auto * gf = ctx->graph_reserve(n_ubatch, 1, 1, mctx.get(), true, planned);
+            const int64_t took_us = ggml_time_us() - start_us;
             const auto at = find_peak(gf);
-            std::printf("ubatch %5u ctx %6u planned %7.0f MiB peak %7.0f MiB at %s nodes %d\n", n_ubatch, n_ctx, planned[0]/MiB, at.bytes/MiB,
-                    at.node->name, ggml_graph_n_nodes(gf));
+            std::printf("ubatch %5u ctx %6u planned %7.0f MiB in %3.0f ms, peak %7.0f MiB at %s, %d nodes\n", n_ubatch, n_ctx, planned[0]/MiB,
+                    took_us/1e3, at.bytes/MiB, at.node->name, ggml_graph_n_nodes(gf));
             auto alive = at.alive;
             std::sort(alive.begin(), alive.end(), [](auto * a, auto * b) { return ggml_nbytes(a) > ggml_nbytes(b); });
             for (size_t i = 0; i < std::min(top, alive.size()); ++i) {
