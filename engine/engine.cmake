@@ -9,11 +9,16 @@ set(LLAMA_PHASE_SOURCES
     ${LLAMA_PHASE_ENGINE_DIR}/expert-ring-plan.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/expert-store.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/host-pool.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/kpool-mask.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/kpool-memo.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/kv-buffer.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/kv-place.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-api.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-chunks.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-config.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-context.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-group.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/phase-kv.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-stats.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-swap.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-ubatch.cpp
@@ -24,6 +29,7 @@ set(LLAMA_PHASE_SOURCES
 
 target_sources(llama PRIVATE ${LLAMA_PHASE_SOURCES})
 set_source_files_properties(${LLAMA_PHASE_SOURCES} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+set_source_files_properties(${LLAMA_PHASE_ENGINE_DIR}/kv-buffer.cpp PROPERTIES INCLUDE_DIRECTORIES ${PROJECT_SOURCE_DIR}/ggml/src)
 
 target_include_directories(llama PRIVATE ${PROJECT_SOURCE_DIR}/vendor)
 target_include_directories(llama PUBLIC  ${LLAMA_PHASE_ENGINE_DIR})

@@ -2,6 +2,7 @@
 
 #include "expert-cuda.cuh"
 #include "expert-cuda-kernels.cuh"
+#include "select-cuda.cuh"
 
 #include "common.cuh"
 #include "ggml-backend-impl.h"
@@ -163,6 +164,9 @@ const phase_backend_api * phase_cuda_backend_api() {
         /*.ring_free     =*/ [](phase_ring * ring) { CUDA_CHECK(phase_cuda_ring_free(*ring)); },
         /*.trim          =*/ [](void * backend) { return trim(*(ggml_backend_cuda_context *) ((ggml_backend_t) backend)->context); },
         /*.graph_replays =*/ [] { return n_replays.load(std::memory_order_relaxed); },
+        /*.host_alloc    =*/ phase_cuda_host_alloc,
+        /*.host_free     =*/ phase_cuda_host_free,
+        /*.set_select    =*/ phase_cuda_set_select,
     };
     return &api;
 }

@@ -2,6 +2,8 @@
 
 // What ggml-cuda.cu calls.
 
+#include "ggml-backend.h"
+
 #include <cstddef>
 
 struct ggml_backend_cuda_context;
@@ -22,5 +24,8 @@ void phase_cuda_finish(ggml_backend_cuda_context & ctx);
 
 // Called once per launch of a CUDA graph.
 void phase_cuda_count_replay();
+
+// Buffer types of kv-buffer.h, which operators of their device may use in place.
+bool phase_cuda_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft);
 
 const phase_backend_api * phase_cuda_backend_api();

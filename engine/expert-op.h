@@ -171,6 +171,14 @@ struct phase_backend_api {
 
     // CUDA graphs launched since the process began
     uint64_t (*graph_replays)();
+
+    // Pinned host memory that kernels of every device of the backend read and write at its host address. Returns null, or why not
+    // (valid until the next call).
+    const char * (*host_alloc)(size_t size, void ** ptr);
+    void         (*host_free)(void * ptr);
+
+    // From now on, in all contexts: LLAMA_PHASE_SELECT.
+    void (*set_select)(bool fast);
 };
 
 // words of a layer's state

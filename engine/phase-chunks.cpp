@@ -246,7 +246,7 @@ ggml_tensor * phase_chunk_store(ggml_context * ctx, ggml_cgraph * gf, ggml_tenso
     return out;
 }
 
-phase_select phase_select_in_chunks(int64_t chunk, const phase_select & select) {
+phase_selection phase_select_in_chunks(int64_t chunk, const phase_selection & select) {
     if (chunk) {
         return select;
     }

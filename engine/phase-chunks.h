@@ -81,10 +81,10 @@ ggml_tensor * phase_in_chunks(ggml_context * ctx, ggml_cgraph * gf, int64_t chun
     return out;
 }
 
-// Attention over a mask that a layer selects. phase_select makes the mask and calls phase_attend with it: once, or for the tokens of
+// Attention over a mask that a layer selects. phase_selection makes the mask and calls phase_attend with it: once, or for the tokens of
 // each chunk. q: [.., n_tokens] or null.
 using phase_attend = std::function<ggml_tensor * (ggml_tensor * mask, ggml_tensor * q)>;
-using phase_select = std::function<ggml_tensor * (ggml_tensor * q, const phase_attend & attend)>;
+using phase_selection = std::function<ggml_tensor * (ggml_tensor * q, const phase_attend & attend)>;
 
 // `select` as it is when it works in chunks; else with the mask made here and now, where stock makes it.
-phase_select phase_select_in_chunks(int64_t chunk, const phase_select & select);
+phase_selection phase_select_in_chunks(int64_t chunk, const phase_selection & select);

@@ -191,6 +191,10 @@ phase_config phase_config_parse(const phase_environment & env) {
             config.chunk = (int32_t) parsed;
         } else if (name == "LLAMA_PHASE_RESTORE") {
             config.restore = (phase_restore) parsed;
+        } else if (name == "LLAMA_PHASE_KV") {
+            config.kv = (phase_kv_mode) parsed;
+        } else if (name == "LLAMA_PHASE_SELECT") {
+            config.select = (phase_select) parsed;
         } else if (name == "LLAMA_PHASE_BUDGET_MIB") {
             for (const auto & entry : split(value, ',')) {
                 bool ok = false;

@@ -27,6 +27,20 @@ enum phase_restore {
     PHASE_RESTORE_PROMPT,   // the experts that the end of the prompt chose most
 };
 
+// where the attention K/V of sparse-attention layers is
+enum phase_kv_mode {
+    PHASE_KV_DEVICE,
+    PHASE_KV_HOST,
+    PHASE_KV_AUTO,
+    PHASE_KV_HOST_ALL, // dense layers, too
+};
+
+// how the indexer's choice of rows is prepared and carried out; the choice is the same
+enum phase_select {
+    PHASE_SELECT_STOCK,
+    PHASE_SELECT_FAST,
+};
+
 // one entry of LLAMA_PHASE_FAULT
 struct phase_fault {
     std::string step;
@@ -45,6 +59,8 @@ struct phase_config {
     phase_log  log                = PHASE_LOG_INFO;
 
     phase_restore restore = PHASE_RESTORE_SNAPSHOT;
+    phase_kv_mode kv      = PHASE_KV_DEVICE;
+    phase_select  select  = PHASE_SELECT_STOCK;
 
     std::vector<size_t>      budget_bytes; // per device, the last one for all further devices; empty: none
     std::vector<phase_fault> faults;

@@ -3,6 +3,7 @@
 #include "expert-cache.h"
 #include "phase-chunks.h"
 #include "phase-group.h"
+#include "phase-kv.h"
 #include "phase-stats.h"
 
 #include "llama-context.h"
@@ -42,7 +43,8 @@ static uint32_t choose_prefill_ubatch(const llama_cparams & cparams, const phase
 
 std::shared_ptr<phase_context> phase_context_create(llama_context & ctx) {
     const phase_config config = phase_config_load();
-    if (ctx.model.hparams.vocab_only || (config.mode == PHASE_MODE_OFF && config.expert_slots == 0)) {
+    phase_kv_set_select(config.select);
+    if (ctx.model.hparams.vocab_only || (config.mode == PHASE_MODE_OFF && config.expert_slots == 0 && config.kv == PHASE_KV_DEVICE)) {
         return nullptr;
     }
     const uint32_t ubatch_prefill = choose_prefill_ubatch(ctx.cparams, config);
@@ -53,7 +55,7 @@ std::shared_ptr<phase_context> phase_context_create(llama_context & ctx) {
         phase_set_chunks(ctx.cparams, ctx.model, config.mode == PHASE_MODE_TRANSACTION ? config.chunk : 0);
         return nullptr;
     }
-    if (ubatch_prefill == ctx.cparams.n_ubatch && config.expert_slots == 0) {
+    if (ubatch_prefill == ctx.cparams.n_ubatch && config.expert_slots == 0 && config.kv == PHASE_KV_DEVICE) {
         return nullptr;
     }
     return std::make_shared<phase_context>(ctx, config, ubatch_prefill);
@@ -115,12 +117,14 @@ const llama_model & phase_context::model() const {
 phase_memory_scope::phase_memory_scope(phase_context * phase) : phase(phase) {
     if (phase) {
         phase->ctx.cparams.n_ubatch = phase->ubatch_largest;
+        phase_kv_begin_notes();
     }
 }
 
 phase_memory_scope::~phase_memory_scope() {
     if (phase) {
         phase->ctx.cparams.n_ubatch = phase->ubatch_decode;
+        phase->group->change_experts([&] { phase->kv = phase_kv_end_notes(); });
     }
 }
 

@@ -22,6 +22,7 @@
 #include <vector>
 
 struct expert_cache;
+struct kv_layer_stats;
 class llm_graph_result;
 struct llama_context;
 struct llama_model;
@@ -87,6 +88,7 @@ struct phase_context {
     // Adds what the prefill phase of this member would take with a candidate's micro-batch. Throws std::exception when that cannot be planned.
     void plan_ubatch(phase_ubatch_candidate & candidate);
     void set_prefill_ubatch(uint32_t ubatch);
+    std::vector<kv_layer_stats> kv; // where the context's attention K/V is, when LLAMA_PHASE_KV is set
 
     const uint32_t ubatch_decode;
     const uint32_t ubatch_largest; // that the prefill phase may get: memory is made for it
@@ -127,13 +129,13 @@ struct phase_context {
     bool                         planned_prefill = false;
 };
 
-// Null when the mode is off or the context cannot switch (said once in the log), and no slots are asked for. A context that only measures memory
+// Null when the mode is off or the context cannot switch (said once in the log), and neither slots nor a place for K/V are asked for. A context that only measures memory
 // (no_alloc, made by --fit) gets the larger micro-batch instead, so that the fit covers both phases.
 // Throws std::invalid_argument when the environment is wrong.
 std::shared_ptr<phase_context> phase_context_create(llama_context & ctx);
 
 // While it lives the context parameters carry the larger of the two micro-batches: memory modules size their sliding windows
-// by it.
+// by it. At its end the context knows where its K/V is.
 class phase_memory_scope {
   public:
     explicit phase_memory_scope(phase_context * phase);

@@ -20,6 +20,7 @@ static std::atomic<bool>          failed_ever { false };
 
 phase_group::phase_group(const phase_config & config, phase_context & leader) : config(config), members { &leader }, faults(config.faults) {
     stats.mode           = leader.ubatch_prefill > leader.ubatch_decode ? config.mode : PHASE_MODE_OFF;
+    stats.kv_mode        = config.kv;
     stats.since_ms       = phase_now_ms();
     stats.n_members      = 1;
     stats.ubatch_decode  = leader.ubatch_decode;
@@ -246,6 +247,7 @@ phase_stats phase_group::snapshot() const {
     phase_stats copy = stats;
     auto experts = copy.experts.begin();
     for (const auto * member : members) {
+        copy.kv.push_back(member->kv);
         if (member->experts && experts != copy.experts.end()) {
             member->experts->read_counters(*experts++); // slots and ring may change meanwhile, the counters stay where they are
         }

@@ -118,6 +118,32 @@ static json experts_json(const expert_stats & experts) {
     return result;
 }
 
+static uint64_t kv_bytes(const std::vector<kv_layer_stats> & layers, bool host) {
+    uint64_t sum = 0;
+    for (const auto & layer : layers) {
+        sum += layer.host == host ? layer.bytes : 0;
+    }
+    return sum;
+}
+
+static json kv_json(const phase_stats & stats) {
+    static const char * const MODES[] = { "device", "host", "auto", "host-all" };
+
+    json contexts = json::array();
+    for (const auto & member : stats.kv) {
+        json layers = json::array();
+        for (const auto & layer : member) {
+            json entry = { { "layer", layer.il }, { "device", layer.device }, { "place", layer.host ? "host" : "device" }, { "bytes", layer.bytes } };
+            if (!layer.reason.empty()) {
+                entry["reason"] = layer.reason;
+            }
+            layers.push_back(std::move(entry));
+        }
+        contexts.push_back({ { "host_bytes", kv_bytes(member, true) }, { "device_bytes", kv_bytes(member, false) }, { "layers", std::move(layers) } });
+    }
+    return { { "asked", MODES[stats.kv_mode] }, { "contexts", std::move(contexts) } };
+}
+
 static json steps_json(const phase_report & report) {
     json steps = json::array();
     for (const auto & step : report.steps) {
@@ -164,6 +190,9 @@ std::string phase_stats_json(const phase_stats & stats, double now_ms) {
     }
     if (!stats.candidates.empty()) {
         result["candidates"] = candidates_json(stats.candidates);
+    }
+    if (stats.kv_mode != PHASE_KV_DEVICE) {
+        result["kv"] = kv_json(stats);
     }
     if (stats.mode == PHASE_MODE_OFF) {
         return result.dump();
@@ -289,6 +318,16 @@ static void experts_prometheus(prometheus_text & text, const std::vector<expert_
 std::string phase_stats_prometheus(const phase_stats & stats) {
     prometheus_text text;
     experts_prometheus(text, stats.experts);
+    if (stats.kv_mode != PHASE_KV_DEVICE) {
+        text.family("llama_phase_kv_bytes", "gauge", "Attention K/V by place; indexer keys and recurrent state are not in it.");
+        for (const bool host : { false, true }) {
+            uint64_t sum = 0;
+            for (const auto & member : stats.kv) {
+                sum += kv_bytes(member, host);
+            }
+            text.sample(host ? "llama_phase_kv_bytes{place=\"host\"}" : "llama_phase_kv_bytes{place=\"device\"}", (double) sum);
+        }
+    }
     if (stats.mode == PHASE_MODE_OFF) {
         return text.out;
     }

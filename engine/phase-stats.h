@@ -55,6 +55,15 @@ struct expert_stats {
     std::string                              note;     // why there are fewer slots or regions than asked for
 };
 
+// where the attention K/V of a layer is
+struct kv_layer_stats {
+    int         il = 0;
+    std::string device; // that owns the layer
+    bool        host  = false;
+    uint64_t    bytes = 0;
+    std::string reason; // why not where LLAMA_PHASE_KV would have it, or why `auto` chose the host
+};
+
 struct phase_stats {
     phase_mode mode = PHASE_MODE_OFF;
     bool       prefill = false;
@@ -91,6 +100,9 @@ struct phase_stats {
 
     std::vector<phase_device_memory> decode_memory;  // read after the last leave, or after creation
     std::vector<phase_device_memory> prefill_memory; // read after the last enter
+
+    phase_kv_mode                            kv_mode = PHASE_KV_DEVICE;
+    std::vector<std::vector<kv_layer_stats>> kv; // one per member, when LLAMA_PHASE_KV is set; filled by the snapshot
 
     std::vector<expert_stats> experts; // one per member that has experts in host memory; filled by the snapshot
 };

@@ -23,6 +23,7 @@
 // not steps, but attempts inside a step that has fallbacks
 #define PHASE_STEP_SLOTS_ALLOCATE        "slots.allocate"
 #define PHASE_STEP_RING_ALLOCATE         "ring.allocate"
+#define PHASE_STEP_KV_ALLOCATE           "kv.allocate" // while a context is made, outside any transaction
 
 // at start, once for each piece of memory (on the CPU, which pins nothing, for each layer); and for the memory of a staging ring
 #define PHASE_STEP_PIN_REGISTER          "pin.register"
@@ -50,4 +51,5 @@ inline const char * const PHASE_STEPS[] = {
     PHASE_STEP_RING_ALLOCATE,
     PHASE_STEP_PIN_REGISTER,
     PHASE_STEP_PIN_STAGING,
+    PHASE_STEP_KV_ALLOCATE,
 };

@@ -26,6 +26,7 @@ RESERVE_BYTES = 512 * _MIB  # of engine/expert-cache.cpp and phase-ubatch-plan.c
 CONTEXT_BYTES = 500 * _MIB  # what a CUDA process takes before it loads anything
 COMPUTE_BYTES_PER_TOKEN = 0.34 * _MIB  # per token of the micro-batch, at this width:
 COMPUTE_N_EMBD = 2560
+SPARSE_IN_PLACE = ("qwen4exp",)  # architectures whose indexer layers' K/V goes to host memory (engine/phase-kv.cpp)
 INDEXER_BYTES = 4.6  # per token of the micro-batch and K/V cell: scores and masks of the indexer's selection
 ESTIMATES = (
     "compute buffers: 0.34 MiB per token of the micro-batch at n_embd 2560, in proportion to n_embd; for indexer "
@@ -50,6 +51,7 @@ class DevicePlan:
     state_bytes: int
     decode_compute_bytes: int
     prefill_compute_bytes: int
+    kv_host_bytes: int = 0  # of its layers, in host memory
     slots_bytes: int = 0
     ring_bytes: int = 0
     decode_short_bytes: int = 0
@@ -79,7 +81,7 @@ class Plan:
     slots_fit: int
     ring_regions: int
     pinned_bytes: int
-    host_bytes: int  # all that is read from host memory: experts, embedding tables
+    host_bytes: int  # all that is read from host memory: experts, embedding tables, K/V there
     host_short_bytes: int | None  # None: the machine's memory is unknown
     candidates: tuple[Candidate, ...] = ()  # of the prefill micro-batch `auto`
 
@@ -150,7 +152,10 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
                 }
             )
         )
-    host = facts.experts_bytes + facts.input_bytes + sum(layer.host_extra_bytes for layer in facts.served_layers)
+    kv_host = sum(device.kv_host_bytes for device in devices)
+    host = (
+        kv_host + facts.experts_bytes + facts.input_bytes + sum(layer.host_extra_bytes for layer in facts.served_layers)
+    )
     ram = machine.ram_available_bytes if machine.ram_available_bytes is not None else machine.ram_total_bytes
     return Plan(
         choices=choices,
@@ -159,7 +164,7 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
         slots_needed=needed,
         slots_fit=fit,
         ring_regions=regions,
-        pinned_bytes=facts.experts_bytes if wanted else 0,
+        pinned_bytes=kv_host + (facts.experts_bytes if wanted else 0),
         host_bytes=host,
         host_short_bytes=None if ram is None else max(0, host - ram),
         candidates=candidates,
@@ -222,7 +227,17 @@ def _bare_device(
         return int(tokens * (width + indexer))
 
     k, v = KV_TYPES[choices.type_k], KV_TYPES[choices.type_v]
-    per_token = sum(((layer.kv_k or 0) + layer.indexer_k) * k + (layer.kv_v or 0) * v for layer in layers)
+    dense_bytes = sum(layer.dense_bytes for layer in layers) + (facts.output_bytes if has_output else 0)
+    kv = [int(((layer.kv_k or 0) * k + (layer.kv_v or 0) * v) * choices.cells) for layer in layers]
+    sparse = [facts.architecture in SPARSE_IN_PLACE and layer.indexer_k > 0 for layer in layers]
+    sparse_bytes = sum(size for size, is_sparse in zip(kv, sparse, strict=True) if is_sparse)
+    room = free - CONTEXT_BYTES - dense_bytes
+    in_host = [
+        size if choices.kv_in_host(is_sparse, sparse_bytes, room) else 0
+        for size, is_sparse in zip(kv, sparse, strict=True)
+    ]
+    staged = max(in_host, default=0)  # prompts read a copy of one layer's K/V at a time
+    indexer_bytes = int(sum(layer.indexer_k for layer in layers) * k * choices.cells)
     return DevicePlan(
         name=name,
         free_bytes=free,
@@ -231,12 +246,13 @@ def _bare_device(
         experts_bytes=sum(layer.experts_bytes for layer in layers),
         expert_bytes=sum(layer.expert_bytes for layer in layers),
         context_bytes=CONTEXT_BYTES,
-        dense_bytes=sum(layer.dense_bytes for layer in layers) + (facts.output_bytes if has_output else 0),
-        kv_bytes=int(per_token * choices.cells),
+        dense_bytes=dense_bytes,
+        kv_bytes=sum(kv) - sum(in_host) + indexer_bytes,
+        kv_host_bytes=sum(in_host),
         state_bytes=sum(layer.state_bytes or 0 for layer in layers) * choices.sequences,
         # batches between EXPERT_BATCH and the prefill threshold take the stock path, whose uploads are compute buffers
-        decode_compute_bytes=compute(choices.ubatch) + _uploaded_bytes(layers),
-        prefill_compute_bytes=compute(max(choices.prefill_ubatch, choices.ubatch)),
+        decode_compute_bytes=compute(choices.ubatch) + _uploaded_bytes(layers) + staged,
+        prefill_compute_bytes=compute(max(choices.prefill_ubatch, choices.ubatch)) + staged,
     )
 
 

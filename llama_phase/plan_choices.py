@@ -42,6 +42,7 @@ class Choices:
     type_k: str = "f16"
     type_v: str = "f16"
     sequences: int = SERVER_SEQUENCES
+    kv: str = "device"
 
     @classmethod
     def of(cls, settings: Settings, facts: ModelFacts) -> Choices:
@@ -76,11 +77,21 @@ class Choices:
             type_k=types[0],
             type_v=types[1],
             sequences=int(sequences) if sequences.isdigit() else SERVER_SEQUENCES,
+            kv=settings.kv,
         )
 
     @property
     def cells(self) -> int:
         return -(-self.ctx // CONTEXT_CELLS) * CONTEXT_CELLS
+
+    def kv_in_host(self, sparse: bool, sparse_bytes: float, free_bytes: float) -> bool:
+        """Whether a layer's K/V goes to host memory, as engine/kv-place.cpp decides. `sparse_bytes`: of all layers of
+        the device that pick rows with an indexer; `free_bytes`: what it has free beside weights."""
+        if self.type_k != "f16" or self.type_v != "f16":
+            return False
+        if self.kv == "auto":
+            return sparse and sparse_bytes > free_bytes / 2
+        return self.kv == "host-all" or (self.kv == "host" and sparse)
 
     def budget(self, device: int) -> float:
         """Cap on slots (or ring) and compute buffers together, in bytes."""

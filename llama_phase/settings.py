@@ -55,6 +55,8 @@ class Settings(BaseSettings):
     prefetch: Literal["auto"] | Annotated[int, Field(ge=0, le=64)] = "auto"
     chunk: Literal["auto"] | Annotated[int, Field(ge=0, le=65536)] = 0
     restore: Literal["snapshot", "cold", "prompt"] = "snapshot"
+    kv: Literal["device", "host", "auto", "host-all"] = "device"
+    select: Literal["stock", "fast"] = "stock"
     budget_mib: str = ""
     fault: str = ""
     log: Literal["quiet", "info", "debug"] = "info"

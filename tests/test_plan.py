@@ -66,6 +66,25 @@ def test_slots_fill_what_the_tightest_device_leaves_and_not_one_more(flash: Mode
     assert make_plan(flash, machine("24,20"), replace(CTX, slots=plan.slots)).fits
 
 
+@pytest.mark.parametrize("kv", ["host", "auto"])
+def test_kv_in_host_memory_leaves_the_indexer_and_a_copy_of_one_layer_on_the_device(flash: ModelFacts, kv: str) -> None:
+    """1M tokens: 24 GiB of K/V in 12 layers, of which `auto` finds no room for half on this device."""
+    choices = replace(CTX, ctx=1 << 20)
+    before = make_plan(flash, machine("40"), choices).devices[0]
+    plan = make_plan(flash, machine("40"), replace(choices, kv=kv))
+    after = plan.devices[0]
+    moved = before.kv_bytes - after.kv_bytes
+    assert moved == after.kv_host_bytes > 0 < after.kv_bytes
+    layers = sum(1 for layer in flash.served_layers if layer.indexer_k)
+    assert after.decode_compute_bytes - before.decode_compute_bytes == moved / layers
+    assert plan.pinned_bytes >= moved and plan.host_bytes >= moved + flash.experts_bytes
+    assert make_plan(flash, machine("40"), replace(choices, kv=kv, type_k="q8_0")).devices[0].kv_host_bytes == 0
+
+
+def test_auto_keeps_kv_that_fits_on_the_device(flash: ModelFacts) -> None:
+    assert make_plan(flash, machine("64"), replace(CTX, kv="auto")).devices[0].kv_host_bytes == 0
+
+
 def test_never_more_slots_than_experts(flash: ModelFacts) -> None:
     assert make_plan(flash, machine("640"), CTX).slots == 512
     assert make_plan(flash, machine("640"), replace(CTX, slots=9999)).slots == 512

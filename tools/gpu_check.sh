@@ -3,8 +3,9 @@
 #
 # usage: [STEPS="build kernels engine bench"] tools/gpu_check.sh      steps run in the order given
 #   build     cmake and ninja in $WORK/build/cuda, which build/cuda links to; the compiler cache goes to $OUT/ccache.part.*
-#   kernels   engine/tests/test-expert-cuda, then its small mode under compute-sanitizer
+#   kernels   engine/tests/test-expert-cuda and test-select-cuda, then their small mode under compute-sanitizer
 #   engine    tools/gpu_engine.py $ENGINE_ARGS
+#   kv        tools/gpu_kv.py $KV_ARGS; not among the default steps
 #   bench     python -m llama_phase.bench $BENCH_ARGS
 #
 # OUT           logs and results (default .gpu/out)               WORK      default /tmp/lp: the cache wants the same path each time
@@ -130,17 +131,21 @@ step_build() {
 }
 
 step_kernels() {
-    local program=$WORK/test-expert-cuda tool rc=0
+    local name program tool rc=0
     mkdir -p "$WORK"
-    nvcc -std=c++17 -O2 -lineinfo -arch="sm_${ARCHS%%;*}" -I engine engine/tests/test-expert-cuda.cu -o "$program" > "$OUT/kernels.log" 2>&1 ||
-        { cat "$OUT/kernels.log"; return 1; }
-    say "compiled"
-    timeout 180 "$program" 2>&1 | tee -a "$OUT/kernels.log"
-    test "${PIPESTATUS[0]}" -eq 0 || rc=1
-    for tool in memcheck racecheck; do
-        say "compute-sanitizer $tool"
-        timeout 100 compute-sanitizer --tool $tool $(test $tool = memcheck && echo --report-api-errors no) --error-exitcode 9 "$program" small 2>&1 | tee -a "$OUT/kernels.log" | tail -4
-        test "${PIPESTATUS[0]}" -eq 0 || { rc=1; say "$tool failed"; }
+    : > "$OUT/kernels.log"
+    for name in test-expert-cuda test-select-cuda; do
+        program=$WORK/$name
+        nvcc -std=c++17 -O2 -lineinfo -arch="sm_${ARCHS%%;*}" -I engine "engine/tests/$name.cu" -o "$program" >> "$OUT/kernels.log" 2>&1 ||
+            { cat "$OUT/kernels.log"; return 1; }
+        say "compiled $name"
+        timeout 180 "$program" 2>&1 | tee -a "$OUT/kernels.log"
+        test "${PIPESTATUS[0]}" -eq 0 || rc=1
+        for tool in memcheck racecheck; do
+            say "compute-sanitizer $tool"
+            timeout 100 compute-sanitizer --tool $tool $(test $tool = memcheck && echo --report-api-errors no) --error-exitcode 9 "$program" small 2>&1 | tee -a "$OUT/kernels.log" | tail -4
+            test "${PIPESTATUS[0]}" -eq 0 || { rc=1; say "$tool failed"; }
+        done
     done
     return $rc
 }
@@ -150,13 +155,18 @@ step_engine() { # shellcheck disable=SC2086
     return "${PIPESTATUS[0]}"
 }
 
+step_kv() { # shellcheck disable=SC2086
+    "$PYTHON" tools/gpu_kv.py ${KV_ARGS:-} 2>&1 | tee "$OUT/kv.log"
+    return "${PIPESTATUS[0]}"
+}
+
 step_bench() { # shellcheck disable=SC2086
     "$PYTHON" -m llama_phase.bench ${BENCH_ARGS:-} 2>&1 | tee "$OUT/bench.log"
     return "${PIPESTATUS[0]}"
 }
 
 for step in $STEPS; do
-    case $step in build | kernels | engine | bench) ;; *) echo "unknown step $step" >&2; exit 2 ;; esac
+    case $step in build | kernels | engine | kv | bench) ;; *) echo "unknown step $step" >&2; exit 2 ;; esac
 done
 export OUT
 failed=0

@@ -1,0 +1,17 @@
+#pragma once
+
+// Host memory that a device's kernels read and write in place, as a ggml buffer type.
+//
+// To ggml it is a buffer of the device (is_host is false, except for the CPU), so that the scheduler runs the operators on it there and
+// copies nothing. Its bytes are host memory: what the host sets, gets and clears is a plain memcpy, to which the same rule applies as
+// to any buffer: the caller waits for the device first.
+
+#include "ggml-backend.h"
+
+#include <functional>
+#include <string>
+
+// "<device>_KV_Host", one for each device and process; null when the device's backend offers no such memory.
+ggml_backend_buffer_type_t phase_kv_host_buffer_type(ggml_backend_dev_t dev);
+
+bool phase_kv_is_host_buffer_type(ggml_backend_buffer_type_t buft);

@@ -1,0 +1,41 @@
+#include "kv-place.h"
+
+#include <cstdio>
+
+static std::string text(const char * format, double a, double b) {
+    char buffer[256];
+    std::snprintf(buffer, sizeof(buffer), format, a, b);
+    return buffer;
+}
+
+phase_kv_choice phase_kv_choose(phase_kv_mode mode, const phase_kv_facts & facts) {
+    constexpr double MiB = 1024.0*1024.0;
+
+    if (mode == PHASE_KV_DEVICE) {
+        return {};
+    }
+    if (mode == PHASE_KV_AUTO) {
+        // the other half is for compute buffers, slots and the ring, none of which exist yet
+        if (!facts.sparse || !facts.known_free || facts.sparse_bytes <= facts.free_bytes/2) {
+            return {};
+        }
+    }
+    if (!facts.capable) {
+        return { false, "the device cannot read host memory in place" };
+    }
+    if (!facts.flash) {
+        return { false, "without flash attention (-fa on) all K/V is read for each token" };
+    }
+    if (!facts.f16) {
+        return { false, "only f16 K/V is read in place: other types are converted as a whole for each token (-ctk f16 -ctv f16)" };
+    }
+    if (!facts.sparse && mode != PHASE_KV_HOST_ALL) {
+        return { false, text("dense attention would read %.0f MiB over the link for each token of a full context, at most %.1f tok/s "
+                             "(LLAMA_PHASE_KV=host-all does it all the same)",
+                facts.dense_bytes/MiB, facts.dense_bytes ? PHASE_LINK_BYTES_PER_S/facts.dense_bytes : 0.0) };
+    }
+    if (mode == PHASE_KV_AUTO) {
+        return { true, text("%.0f MiB would take more than half of the %.0f MiB that the device has free", facts.sparse_bytes/MiB, facts.free_bytes/MiB) };
+    }
+    return { true, "" };
+}

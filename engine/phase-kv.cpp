@@ -1,0 +1,102 @@
+#include "phase-kv.h"
+
+#include "expert-store.h"
+#include "kv-buffer.h"
+#include "kv-place.h"
+
+#include "llama-impl.h"
+#include "llama-model.h"
+
+#include "ggml.h"
+
+static thread_local bool                        noting = false;
+static thread_local std::vector<kv_layer_stats> notes;
+
+// Whether the graph of the architecture reads only the rows that the layer's indexer picked.
+static bool is_sparse(const llama_model & model, uint32_t il) {
+    return model.arch == LLM_ARCH_QWEN4EXP && model.hparams.indexer_kpool > 0 && model.hparams.dsv4_compress_ratios[il] > 0;
+}
+
+static uint64_t layer_bytes(const llama_hparams & hparams, uint32_t il, ggml_type type_k, ggml_type type_v, uint64_t n_rows) {
+    const size_t v = hparams.is_mla() ? 0 : ggml_row_size(type_v, hparams.n_embd_v_gqa(il));
+    return n_rows*(ggml_row_size(type_k, hparams.n_embd_k_gqa(il)) + v);
+}
+
+ggml_backend_buffer_type_t phase_kv_buffer_type(ggml_backend_buffer_type_t buft, const llama_model & model, const llama_hparams & hparams,
+        uint32_t il, ggml_type type_k, ggml_type type_v, bool v_trans, uint64_t n_rows) {
+    const auto mode = phase_config_load().kv;
+    if (mode == PHASE_KV_DEVICE || &hparams != &model.hparams) {
+        return buft;
+    }
+    auto * dev  = model.dev_layer(il);
+    auto * host = phase_kv_host_buffer_type(dev);
+
+    phase_kv_facts facts;
+    facts.sparse     = is_sparse(model, il);
+    facts.f16        = type_k == GGML_TYPE_F16 && (type_v == GGML_TYPE_F16 || hparams.is_mla());
+    facts.flash      = !v_trans;
+    facts.capable    = host != nullptr;
+    facts.known_free = !hparams.no_alloc;
+    for (uint32_t other = 0; other < hparams.n_layer_all; ++other) {
+        if (hparams.has_kv(other) && !hparams.is_recr(other) && model.dev_layer(other) == dev) {
+            (is_sparse(model, other) ? facts.sparse_bytes : facts.dense_bytes) += layer_bytes(hparams, other, type_k, type_v, n_rows);
+        }
+    }
+    size_t free_bytes = 0, total_bytes = 0;
+    ggml_backend_dev_memory(dev, &free_bytes, &total_bytes);
+    facts.free_bytes = free_bytes;
+
+    const auto choice = phase_kv_choose(mode, facts);
+    if (!choice.host && !choice.reason.empty()) {
+        LLAMA_LOG_WARN("llama-phase: K/V of layer %u stays on %s: %s\n", il, ggml_backend_dev_name(dev), choice.reason.c_str());
+    }
+    if (noting) {
+        notes.push_back({ (int) il, ggml_backend_dev_name(dev), choice.host, layer_bytes(hparams, il, type_k, type_v, n_rows), choice.reason });
+    }
+    return choice.host ? host : buft;
+}
+
+ggml_backend_buffer_type_t phase_kv_counted_as(ggml_backend_buffer_type_t buft) {
+    if (!phase_kv_is_host_buffer_type(buft)) {
+        return buft;
+    }
+    auto * host = ggml_backend_dev_host_buffer_type(ggml_backend_buft_get_device(buft));
+    return host ? host : ggml_backend_cpu_buffer_type();
+}
+
+static bool is_in_host_memory(const ggml_tensor * tensor) {
+    const auto * buffer = tensor->view_src ? tensor->view_src->buffer : tensor->buffer;
+    return buffer && phase_kv_is_host_buffer_type(ggml_backend_buffer_get_type(const_cast<ggml_backend_buffer_t>(buffer)));
+}
+
+void phase_kv_stage(ggml_context * ctx, int64_t n_tokens, ggml_tensor *& k, ggml_tensor *& v) {
+    if (n_tokens <= PHASE_KV_IN_PLACE_TOKENS || !is_in_host_memory(k)) {
+        return;
+    }
+    auto * copy = ggml_cont(ctx, k);
+    if (v->view_src == k->view_src && v->view_src) {
+        v = ggml_view_4d(ctx, copy, v->ne[0], v->ne[1], v->ne[2], v->ne[3], copy->nb[1], copy->nb[2], copy->nb[3], v->view_offs - k->view_offs);
+    } else {
+        v = ggml_cont(ctx, v);
+    }
+    k = copy;
+}
+
+void phase_kv_set_select(phase_select select) {
+    for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
+        const auto * api = phase_backend_api_of(ggml_backend_dev_get(i));
+        if (api && api->set_select) {
+            api->set_select(select == PHASE_SELECT_FAST);
+        }
+    }
+}
+
+void phase_kv_begin_notes() {
+    noting = true;
+    notes.clear();
+}
+
+std::vector<kv_layer_stats> phase_kv_end_notes() {
+    noting = false;
+    return std::move(notes);
+}

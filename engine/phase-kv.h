@@ -1,0 +1,48 @@
+#pragma once
+
+// K/V of sparse-attention layers in host memory: what the memory modules and the graphs ask.
+//
+//   decode    attention reads the chosen rows in place, over the link; new rows are written in place
+//   prefill   many queries read the same rows: the layer's K/V is copied to a compute buffer once per micro-batch, behind the writes of
+//             its new rows, and attention reads the copy
+//
+// Called by src/llama-kv-cache.cpp (a layer's buffer type, memory figures) and src/llama-graph.cpp (before attention, its mask).
+
+#include "phase-stats.h"
+
+#include "ggml-backend.h"
+
+#include <cstdint>
+#include <vector>
+
+struct ggml_context;
+struct ggml_tensor;
+struct llama_hparams;
+struct llama_model;
+struct llama_ubatch;
+class  llama_memory_hybrid_context;
+
+// batches of more tokens read a copy on the device
+constexpr int64_t PHASE_KV_IN_PLACE_TOKENS = 8;
+
+// The buffer type for the K/V of layer `il`: `buft`, or host memory of the same device. `n_rows` are the rows of all streams. `buft` for
+// everything but a model's own attention K/V: indexer caches come with hparams of their own.
+ggml_backend_buffer_type_t phase_kv_buffer_type(ggml_backend_buffer_type_t buft, const llama_model & model, const llama_hparams & hparams,
+        uint32_t il, ggml_type type_k, ggml_type type_v, bool v_trans, uint64_t n_rows);
+
+// What memory figures count a buffer type as: ours are host memory.
+ggml_backend_buffer_type_t phase_kv_counted_as(ggml_backend_buffer_type_t buft);
+
+// Replaces views of a K/V cache in host memory by copies where a batch of `n_tokens` reads them more than once. `v` may be a view of `k`
+// (MLA), and stays one. Has to be called behind the nodes that write the new rows.
+void phase_kv_stage(ggml_context * ctx, int64_t n_tokens, ggml_tensor *& k, ggml_tensor *& v);
+
+// Fills in the mask of attention as llama_kv_cache::set_input_kq_mask does, from what kpool-memo.h keeps where that says enough.
+void phase_set_kq_mask(const llama_memory_hybrid_context * mctx, ggml_tensor * mask, const llama_ubatch * ubatch, bool causal);
+
+// Tells every backend.
+void phase_kv_set_select(phase_select select);
+
+// Notes the places of a context's layers, between its begin and its end, on this thread.
+void                   phase_kv_begin_notes();
+std::vector<kv_layer_stats> phase_kv_end_notes();

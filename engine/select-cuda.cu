@@ -1,0 +1,264 @@
+#include "select-cuda.cuh"
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+
+static std::atomic<bool> is_fast{false};
+
+void phase_cuda_set_select(bool fast) {
+    is_fast = fast;
+}
+
+static constexpr int N_THREADS = 1024;
+static constexpr int N_WARPS   = N_THREADS/32;
+static constexpr unsigned FULL = 0xffffffffu;
+
+// Exclusive prefix sum of one number per warp; `total` gets the sum. Every thread of the block calls it, with the number of its warp.
+static __device__ int scan_warps(int of_warp, int & total, int * shared) {
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    __syncthreads(); // the previous use of `shared` is over
+    if (lane == 0) {
+        shared[warp] = of_warp;
+    }
+    __syncthreads();
+    int sum = shared[lane];
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const int below = __shfl_up_sync(FULL, sum, d);
+        sum += lane >= d ? below : 0;
+    }
+    total = __shfl_sync(FULL, sum, 31);
+    return warp == 0 ? 0 : __shfl_sync(FULL, sum, warp - 1);
+}
+
+//
+// mask -> indices
+//
+
+// Columns of one chunk: warp w owns STEPS*256 consecutive ones, of which a lane holds 8 neighbours per step as bits.
+static constexpr int STEPS = 16;
+static constexpr int CHUNK = N_WARPS*STEPS*256;
+
+static __global__ void __launch_bounds__(N_THREADS, 1) compact_mask_kernel(const half * mask, int32_t * indices, int32_t * counts,
+        int32_t n_kv, int32_t n_kv_max, int64_t query_stride, int64_t sequence_stride) {
+    __shared__ int shared[N_WARPS];
+
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int row  = blockIdx.y*gridDim.x + blockIdx.x;
+
+    mask    += blockIdx.y*sequence_stride + blockIdx.x*query_stride;
+    indices += (int64_t) row*n_kv_max;
+
+    int n_found = 0;
+    for (int chunk = 0; chunk < n_kv; chunk += CHUNK) {
+        const int begin = chunk + warp*STEPS*256 + lane*8;
+        uint4 raw[STEPS];
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            const int column = begin + step*256;
+            raw[step] = column < n_kv ? *(const uint4 *) (mask + column) : make_uint4(0xfc00fc00u, 0xfc00fc00u, 0xfc00fc00u, 0xfc00fc00u);
+        }
+        unsigned bits[STEPS/4] = {};
+        int of_lane = 0;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            const unsigned words[4] = { raw[step].x, raw[step].y, raw[step].z, raw[step].w };
+            unsigned found = 0;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const unsigned value = (words[i/2] >> (i%2*16)) & 0x7fff;
+                found |= (value < 0x7c00 ? 1u : 0u) << i; // finite
+            }
+            bits[step/4] |= found << (step%4*8);
+            of_lane += __popc(found);
+        }
+        int of_warp = of_lane;
+#pragma unroll
+        for (int d = 16; d > 0; d /= 2) {
+            of_warp += __shfl_xor_sync(FULL, of_warp, d);
+        }
+        int in_chunk = 0;
+        int dst = n_found + scan_warps(of_warp, in_chunk, shared);
+        n_found += in_chunk;
+        if (of_warp > 0) { // the same for the whole warp
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const unsigned found = (bits[step/4] >> (step%4*8)) & 0xff;
+                if (__ballot_sync(FULL, found != 0) == 0) {
+                    continue;
+                }
+                int before = __popc(found);
+#pragma unroll
+                for (int d = 1; d < 32; d *= 2) {
+                    const int below = __shfl_up_sync(FULL, before, d);
+                    before += lane >= d ? below : 0;
+                }
+                const int in_step = __shfl_sync(FULL, before, 31);
+                int at = dst + before - __popc(found);
+                for (unsigned left = found; left; left &= left - 1) {
+                    if (at < n_kv_max) {
+                        indices[at] = begin + step*256 + __ffs(left) - 1;
+                    }
+                    ++at;
+                }
+                dst += in_step;
+            }
+        }
+    }
+    const int count = min(n_found, n_kv_max);
+    for (int i = count + threadIdx.x; i < n_kv_max; i += N_THREADS) {
+        indices[i] = -1;
+    }
+    if (threadIdx.x == 0) {
+        counts[row] = count;
+    }
+}
+
+cudaError_t phase_cuda_launch_compact_mask(const half * mask, int32_t * indices, int32_t * counts, int32_t n_kv, int32_t n_queries,
+        int32_t n_sequences, int32_t n_kv_max, int64_t query_stride, int64_t sequence_stride, cudaStream_t stream) {
+    compact_mask_kernel<<<dim3(n_queries, n_sequences), N_THREADS, 0, stream>>>(mask, indices, counts, n_kv, n_kv_max, query_stride, sequence_stride);
+    return cudaGetLastError();
+}
+
+static void check(cudaError_t error) {
+    if (error != cudaSuccess) {
+        std::fprintf(stderr, "llama-phase: selection of rows: %s\n", cudaGetErrorString(error));
+        std::abort();
+    }
+}
+
+bool phase_cuda_compact_mask(const half * mask, int32_t * indices, int32_t * counts, int64_t n_kv, int64_t n_queries, int64_t n_sequences,
+        int32_t n_kv_max, int64_t query_stride, int64_t sequence_stride, cudaStream_t stream) {
+    const bool aligned = (uintptr_t) mask % 16 == 0 && n_kv % 8 == 0 && query_stride % 8 == 0 && sequence_stride % 8 == 0;
+    if (!is_fast || !aligned || n_sequences > 65535 || n_kv > INT32_MAX/2) {
+        return false;
+    }
+    check(phase_cuda_launch_compact_mask(mask, indices, counts, (int32_t) n_kv, (int32_t) n_queries, (int32_t) n_sequences, n_kv_max,
+            query_stride, sequence_stride, stream));
+    return true;
+}
+
+//
+// top k
+//
+
+// larger values have larger keys; the two zeros are equal, as they are to the sort
+static __device__ uint32_t key_of(float value) {
+    uint32_t bits = __float_as_uint(value);
+    bits = bits == 0x80000000u ? 0 : bits;
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// Finds the k-th largest key byte by byte, from a histogram of those that agree with it so far; then writes what is larger, and of the
+// equal ones the first.
+static __global__ void __launch_bounds__(N_THREADS, 1) top_k_kernel(const float * __restrict__ values, int32_t * __restrict__ indices,
+        int32_t n_columns, int32_t k) {
+    __shared__ int histogram[256];
+    __shared__ int shared[N_WARPS];
+    __shared__ uint32_t s_prefix;
+    __shared__ int s_rank;
+
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    values  += (int64_t) blockIdx.x*n_columns;
+    indices += (int64_t) blockIdx.x*k;
+
+    if (threadIdx.x == 0) {
+        s_prefix = 0;
+        s_rank   = k; // of the key sought among those that agree with the prefix, from the largest, from 1
+    }
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        if (threadIdx.x < 256) {
+            histogram[threadIdx.x] = 0;
+        }
+        __syncthreads();
+        const uint32_t prefix = s_prefix;
+        const int      rank   = s_rank;
+#pragma unroll 4
+        for (int base = 0; base < n_columns; base += N_THREADS) { // uniform: the warp votes below
+            const int      i     = base + threadIdx.x;
+            const uint32_t key   = i < n_columns ? key_of(values[i]) : 0;
+            const bool     takes = i < n_columns && (shift == 24 || (key >> (shift + 8)) == (prefix >> (shift + 8)));
+            const int      bin   = (key >> shift) & 255;
+            if (__ballot_sync(FULL, takes) == 0) {
+                continue;
+            }
+            // scores share their leading bytes, so one atomic per bin and warp
+            const unsigned same   = __match_any_sync(FULL, takes ? bin : -1);
+            if (takes && lane == __ffs(same) - 1) {
+                atomicAdd(&histogram[bin], __popc(same));
+            }
+        }
+        __syncthreads();
+        if (warp == 0) {
+            // lane l holds bins 255 - 8*l down to 248 - 8*l
+            int own[8];
+            int sum = 0;
+#pragma unroll
+            for (int b = 0; b < 8; ++b) {
+                own[b] = histogram[255 - 8*lane - b];
+                sum += own[b];
+            }
+            int upto = sum;
+#pragma unroll
+            for (int d = 1; d < 32; d *= 2) {
+                const int below = __shfl_up_sync(FULL, upto, d);
+                upto += lane >= d ? below : 0;
+            }
+            int before = upto - sum;
+            if (before < rank && rank <= upto) { // one lane
+                int b = 0;
+                while (before + own[b] < rank) {
+                    before += own[b++];
+                }
+                s_prefix = prefix | (uint32_t) (255 - 8*lane - b) << shift;
+                s_rank   = rank - before;
+            }
+        }
+        __syncthreads();
+    }
+
+    const uint32_t last    = s_prefix;
+    const int      n_equal = s_rank; // of the keys equal to the last, so many are taken
+    const int      n_above = k - n_equal;
+    int above = 0;
+    int equal = 0;
+    for (int base = 0; base < n_columns; base += N_THREADS) {
+        const int      i   = base + threadIdx.x;
+        const uint32_t key = i < n_columns ? key_of(values[i]) : 0;
+        const unsigned is_above = __ballot_sync(FULL, i < n_columns && key > last);
+        const unsigned is_equal = __ballot_sync(FULL, i < n_columns && key == last);
+        // both counts of a warp in one number: neither reaches 2^15 in a step
+        int total = 0;
+        const int begin = scan_warps(__popc(is_above) | __popc(is_equal) << 16, total, shared);
+        const unsigned lower = (1u << lane) - 1;
+        if (is_above >> lane & 1) {
+            indices[above + (begin & 0xffff) + __popc(is_above & lower)] = i;
+        }
+        if (is_equal >> lane & 1) {
+            const int at = equal + (begin >> 16) + __popc(is_equal & lower);
+            if (at < n_equal) {
+                indices[n_above + at] = i;
+            }
+        }
+        above += total & 0xffff;
+        equal += total >> 16;
+    }
+}
+
+cudaError_t phase_cuda_launch_top_k(const float * values, int32_t * indices, int32_t n_columns, int32_t n_rows, int32_t k, cudaStream_t stream) {
+    top_k_kernel<<<n_rows, N_THREADS, 0, stream>>>(values, indices, n_columns, k);
+    return cudaGetLastError();
+}
+
+bool phase_cuda_top_k(const float * values, int32_t * indices, int64_t n_columns, int64_t n_rows, int64_t k, cudaStream_t stream) {
+    // up to 1024 columns upstream sorts in shared memory, and not stably; the rows of a prompt it sorts not stably either
+    if (!is_fast || n_columns <= 1024 || n_columns > INT32_MAX/2 || n_rows > 8 || k > n_columns) {
+        return false;
+    }
+    check(phase_cuda_launch_top_k(values, indices, (int32_t) n_columns, (int32_t) n_rows, (int32_t) k, stream));
+    return true;
+}

@@ -1,0 +1,65 @@
+// Where K/V goes: every mode over every fact that forbids it.
+
+#include "check.h"
+#include "kv-op.h"
+#include "kv-place.h"
+
+#include <string>
+
+static phase_kv_facts good(bool sparse = true) {
+    phase_kv_facts facts;
+    facts.sparse = sparse;
+    facts.f16 = facts.flash = facts.capable = facts.known_free = true;
+    facts.sparse_bytes = 100;
+    facts.dense_bytes  = 25000000000;
+    facts.free_bytes   = 1000;
+    return facts;
+}
+
+TEST(modes) {
+    CHECK(!phase_kv_choose(PHASE_KV_DEVICE, good()).host);
+    CHECK( phase_kv_choose(PHASE_KV_HOST, good()).host);
+    CHECK( phase_kv_choose(PHASE_KV_HOST_ALL, good(false)).host);
+    CHECK(phase_kv_choose(PHASE_KV_HOST, good()).reason.empty());
+
+    const auto dense = phase_kv_choose(PHASE_KV_HOST, good(false));
+    CHECK(!dense.host);
+    CHECK(dense.reason.find("at most 1.0 tok/s") != std::string::npos);
+}
+
+TEST(auto_turns_at_half_of_what_is_free) {
+    auto facts = good();
+    facts.sparse_bytes = 500;
+    CHECK(!phase_kv_choose(PHASE_KV_AUTO, facts).host);
+    facts.sparse_bytes = 501;
+    CHECK(phase_kv_choose(PHASE_KV_AUTO, facts).host);
+    CHECK(!phase_kv_choose(PHASE_KV_AUTO, facts).reason.empty());
+    facts.known_free = false; // a context that only measures
+    CHECK(!phase_kv_choose(PHASE_KV_AUTO, facts).host);
+    facts = good(false);
+    facts.free_bytes = 0;
+    CHECK(!phase_kv_choose(PHASE_KV_AUTO, facts).host);
+    CHECK(phase_kv_choose(PHASE_KV_AUTO, facts).reason.empty());
+}
+
+TEST(every_obstacle_is_named) {
+    for (const auto mode : { PHASE_KV_HOST, PHASE_KV_HOST_ALL, PHASE_KV_AUTO }) {
+        for (bool phase_kv_facts::*obstacle : { &phase_kv_facts::f16, &phase_kv_facts::flash, &phase_kv_facts::capable }) {
+            auto facts = good();
+            facts.free_bytes  = 0;
+            facts.*obstacle   = false;
+            const auto choice = phase_kv_choose(mode, facts);
+            CHECK(!choice.host);
+            CHECK(!choice.reason.empty());
+        }
+    }
+}
+
+TEST(names) {
+    CHECK( phase_kv_is_host_name("CUDA0_KV_Host"));
+    CHECK(!phase_kv_is_host_name("CUDA0"));
+    CHECK(!phase_kv_is_host_name("CUDA_Host"));
+    CHECK(!phase_kv_is_host_name("_KV_Host"));
+}
+
+TEST_MAIN("test-kv-place")

@@ -1,0 +1,188 @@
+// The selection kernels against plain references, and their speed.
+//
+//   nvcc -std=c++17 -O2 -arch=native -I engine engine/tests/test-select-cuda.cu -o test-select-cuda
+//   test-select-cuda [small]          small: no figures, for compute-sanitizer
+//
+// Exit codes: 0 all as expected, 1 a check failed, 77 no GPU.
+
+#include "../select-cuda.cu"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#define CHECK(call)                                                                                        \
+    do {                                                                                                   \
+        const cudaError_t error_ = (call);                                                                 \
+        if (error_ != cudaSuccess) {                                                                       \
+            std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
+            std::exit(1);                                                                                  \
+        }                                                                                                  \
+    } while (0)
+
+static int n_failed = 0;
+static int n_passed = 0;
+
+static void report(bool ok, const char * what, int n, int rows, int k, int kind) {
+    (ok ? n_passed : n_failed)++;
+    if (!ok) {
+        std::printf("FAILED %s: %d columns, %d rows, k %d, kind %d\n", what, n, rows, k, kind);
+    }
+}
+
+template <typename T>
+struct device_array {
+    T *    data = nullptr;
+    size_t n;
+
+    explicit device_array(size_t n) : n(n) {
+        CHECK(cudaMalloc(&data, n*sizeof(T)));
+        CHECK(cudaMemset(data, 0x5a, n*sizeof(T)));
+    }
+    ~device_array() { (void) cudaFree(data); }
+    void set(const std::vector<T> & host) { CHECK(cudaMemcpy(data, host.data(), n*sizeof(T), cudaMemcpyHostToDevice)); }
+    std::vector<T> get() const {
+        std::vector<T> host(n);
+        CHECK(cudaMemcpy(host.data(), data, n*sizeof(T), cudaMemcpyDeviceToHost));
+        return host;
+    }
+};
+
+// kind 0: as many as k; 1: none; 2: all; 3: a run at the end; 4: more than k
+static void test_compact(int n, int rows, int k, int kind, std::mt19937 & random) {
+    std::vector<uint16_t> mask((size_t) rows*n, 0xfc00);
+    std::vector<int32_t> expected, counts;
+    for (int row = 0; row < rows; ++row) {
+        std::vector<int> order(n);
+        std::iota(order.begin(), order.end(), 0);
+        if (kind != 3) {
+            std::shuffle(order.begin(), order.end(), random);
+        } else {
+            std::reverse(order.begin(), order.end());
+        }
+        const int n_set = std::min(n, kind == 1 ? 0 : kind == 2 ? n : kind == 4 ? k + 5 : k);
+        order.resize(n_set);
+        std::sort(order.begin(), order.end());
+        for (int column : order) {
+            mask[(size_t) row*n + column] = column % 3 ? 0 : 0x8000 | column % 7;
+        }
+        counts.push_back(std::min(n_set, k));
+        order.resize(k, -1);
+        expected.insert(expected.end(), order.begin(), order.end());
+    }
+    device_array<uint16_t> of_mask(mask.size());
+    device_array<int32_t>  indices((size_t) rows*k), found(rows);
+    of_mask.set(mask);
+    // the first dimension of the grid, then the second
+    for (const bool streams : { false, true }) {
+        CHECK(phase_cuda_launch_compact_mask((const half *) of_mask.data, indices.data, found.data, n, streams ? 1 : rows, streams ? rows : 1, k, n, n, nullptr));
+        report(indices.get() == expected && found.get() == counts, "compact", n, rows, k, kind);
+    }
+}
+
+// kind 0: random; 1: few different values; 2: all equal; 3: rectified, with both zeros; 4: mostly minus infinity
+static void test_top_k(int n, int rows, int k, int kind, std::mt19937 & random) {
+    std::vector<float> values((size_t) rows*n);
+    std::normal_distribution<float> normal;
+    for (auto & value : values) {
+        const float x = normal(random);
+        switch (kind) {
+            case 0: value = x; break;
+            case 1: value = std::floor(x); break;
+            case 2: value = 1.5f; break;
+            case 3: value = x < 0 ? (x < -1 ? -0.0f : 0.0f) : x; break;
+            case 4: value = x < 1.5f ? -INFINITY : x; break;
+        }
+    }
+    device_array<float>   of_values(values.size());
+    device_array<int32_t> indices((size_t) rows*k);
+    of_values.set(values);
+    CHECK(phase_cuda_launch_top_k(of_values.data, indices.data, n, rows, k, nullptr));
+    auto got = indices.get();
+    for (int row = 0; row < rows; ++row) {
+        std::vector<int32_t> order(n);
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return values[(size_t) row*n + a] > values[(size_t) row*n + b]; });
+        order.resize(k);
+        std::sort(order.begin(), order.end());
+        std::sort(got.begin() + (size_t) row*k, got.begin() + (size_t) (row + 1)*k);
+        report(std::equal(order.begin(), order.end(), got.begin() + (size_t) row*k), "top k", n, rows, k, kind);
+    }
+}
+
+template <typename launch>
+static double microseconds(launch && run) {
+    cudaEvent_t begin, end;
+    CHECK(cudaEventCreate(&begin));
+    CHECK(cudaEventCreate(&end));
+    for (int i = 0; i < 20; ++i) {
+        run();
+    }
+    CHECK(cudaEventRecord(begin));
+    for (int i = 0; i < 200; ++i) {
+        run();
+    }
+    CHECK(cudaEventRecord(end));
+    CHECK(cudaEventSynchronize(end));
+    float ms = 0;
+    CHECK(cudaEventElapsedTime(&ms, begin, end));
+    CHECK(cudaEventDestroy(begin));
+    CHECK(cudaEventDestroy(end));
+    return ms*1000/200;
+}
+
+static void bench() {
+    for (int n_kv : { 8192, 32768, 131072, 262144 }) {
+        const int rows = 1, k = 2051, pools = n_kv/4;
+        device_array<uint16_t> mask((size_t) rows*n_kv);
+        std::vector<uint16_t> host(mask.n, 0xfc00);
+        for (int i = 0; i < 2048; ++i) {
+            host[(size_t) i*n_kv/2048] = 0;
+        }
+        mask.set(host);
+        device_array<float> values(pools);
+        std::vector<float> scores(pools);
+        std::mt19937 random(1);
+        std::normal_distribution<float> normal;
+        for (auto & score : scores) {
+            score = std::max(0.0f, normal(random));
+        }
+        values.set(scores);
+        device_array<int32_t> indices(k), counts(rows);
+        const double compact = microseconds([&] { CHECK(phase_cuda_launch_compact_mask((const half *) mask.data, indices.data, counts.data, n_kv, 1, 1, k, n_kv, n_kv, nullptr)); });
+        const double top_k   = microseconds([&] { CHECK(phase_cuda_launch_top_k(values.data, indices.data, pools, 1, 512, nullptr)); });
+        std::printf("n_kv %6d: mask to indices %6.1f us, top 512 of %5d pools %6.1f us\n", n_kv, compact, pools, top_k);
+    }
+}
+
+int main(int argc, char ** argv) {
+    int n_devices = 0;
+    if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
+        std::printf("no GPU\n");
+        return 77;
+    }
+    const bool small = argc > 1 && std::strcmp(argv[1], "small") == 0;
+    std::mt19937 random(1);
+    for (int kind = 0; kind < 5; ++kind) {
+        for (int n : { 256, 4352, 8192, 131072, 131328, 300032 }) {
+            if (!small || n <= 8192) {
+                test_compact(n, small ? 2 : 4, std::min(n, 2051), kind, random);
+            }
+        }
+        for (int n : { 1025, 1088, 2048, 8192, 32768, 65600 }) {
+            for (int k : { 1, 512, n }) {
+                if (!small || n <= 2048) {
+                    test_top_k(n, small ? 2 : 5, k, kind, random);
+                }
+            }
+        }
+    }
+    std::printf("test-select-cuda: %d passed, %d failed\n", n_passed, n_failed);
+    if (!small) {
+        bench();
+    }
+    return n_failed != 0;
+}

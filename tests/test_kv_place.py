@@ -1,0 +1,192 @@
+"""K/V in host memory gives the answers of K/V on the device, bit for bit, tokens and log-probabilities, at the same
+split. The device of the CPU engine is host memory too, but the buffers, the copies for long batches and all that saves,
+moves and drops rows are those of a GPU.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from engine_server import (
+    DECODE_UBATCH,
+    MIN_TOKENS,
+    PHASE_BIN,
+    EngineServer,
+    Fleet,
+    assert_same_but_for_ties,
+    both,
+    clean_environment,
+    phase_environment,
+    server_args,
+)
+
+pytestmark = pytest.mark.engine
+
+HOST = {"LLAMA_PHASE_KV": "host", "LLAMA_PHASE_SELECT": "fast"}
+SPARSE = ["qwen4exp", "qwen4exp-no-ple-exact"]
+
+
+class KvFleet(Fleet):
+    def host(self, model: str, *args: str, env: dict[str, str] | None = None, **sizes: int) -> EngineServer:
+        sizes = {"ubatch": DECODE_UBATCH, "ctx": 8192} | sizes
+        return self._get(PHASE_BIN, model, (*server_args(**sizes), *args), HOST | (env or {}))
+
+    def device(self, model: str, *args: str, env: dict[str, str] | None = None, **sizes: int) -> EngineServer:
+        sizes = {"ubatch": DECODE_UBATCH, "ctx": 8192} | sizes
+        return self._get(PHASE_BIN, model, (*server_args(**sizes), *args), env or {})
+
+
+@pytest.fixture(scope="module")
+def servers(engine, model_path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KvFleet]:
+    fleet = KvFleet(model_path, tmp_path_factory.mktemp("kv"))
+    yield fleet
+    fleet.close()
+
+
+def places(server: EngineServer, member: int = 0) -> dict[str, Any]:
+    return server.phase()["kv"]["contexts"][member]
+
+
+@pytest.mark.parametrize("n", [1, 9, 1000, 5000])
+@pytest.mark.parametrize("model", SPARSE)
+def test_host_equals_device(servers: KvFleet, prompt, model: str, n: int) -> None:
+    """From one row to far past what the indexer selects; 9 tokens are the fewest that read a copy."""
+    host, device = servers.host(model), servers.device(model)
+    of_host, of_device = both(host, device, prompt(model, n), n=40)
+    assert of_host == of_device
+    assert places(host)["host_bytes"] > 0 == places(host)["device_bytes"]
+
+
+@pytest.mark.parametrize("model", SPARSE)
+def test_phases(servers: KvFleet, prompt, model: str) -> None:
+    """Two micro-batches, entered and left; both servers switch."""
+    host = servers.host(model, env=phase_environment())
+    device = servers.device(model, env=phase_environment())
+    for n in (3000, 40, MIN_TOKENS):
+        of_host, of_device = both(host, device, prompt(model, n, seed=n), n=20)
+        assert of_host == of_device
+    assert host.counters()["entered"] == device.counters()["entered"] == 2
+
+
+@pytest.mark.parametrize("n_draft", [1, 7])
+def test_verify_batches(servers: KvFleet, prompt, n_draft: int) -> None:
+    """The draft's layer has K/V of its own, in host memory too."""
+    model, args = "qwen4exp", ("--spec-type", "draft-mtp", "--spec-draft-n-max", str(n_draft))
+    host, device = servers.host(model, *args), servers.device(model, *args)
+    for n in (5, 2500):
+        of_host, of_device = both(host, device, prompt(model, n), n=40)
+        assert of_host == of_device
+    assert places(host)["host_bytes"] > 0
+
+
+@pytest.mark.parametrize("unified", ["-kvu", "-no-kvu"])
+def test_four_slots(servers: KvFleet, prompt, unified: str) -> None:
+    """At once, one stream for all or one for each; a slot's prompt is far past what the indexer selects."""
+    model, sizes = "qwen4exp-no-ple-exact", {"ctx": 4 * 3072, "parallel": 4}
+    host, device = servers.host(model, unified, **sizes), servers.device(model, unified, **sizes)
+    prompts = [prompt(model, n, seed=n) for n in (2500, 30, 1200, 9)]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda tokens: host.complete(tokens, n=16), prompts))
+    for tokens, answer in zip(prompts, answers, strict=True):
+        assert_same_but_for_ties(answer.tokens, device.complete(tokens, n=16))
+
+
+@pytest.mark.parametrize("saved_on_host", [True, False])
+def test_a_saved_state_moves_between_places(servers: KvFleet, prompt, tmp_path, saved_on_host: bool) -> None:
+    """Saved with K/V in one place and restored into the other: the answer of a slot that was never saved."""
+    model = "qwen4exp"
+    context = prompt(model, 1500)
+    question = [*context, *prompt(model, 30, seed=3)]
+    started = []
+    try:
+        for env in (HOST, {}):
+            args = (*server_args(DECODE_UBATCH, ctx=4096), "--slot-save-path", str(tmp_path))
+            started.append(servers.fresh(model, *args, env=env))
+        one, other = started if saved_on_host else reversed(started)
+        one.complete(context, n=1)
+        assert one.http.post("/slots/0?action=save", json={"filename": "context"}).status_code == 200
+        undisturbed = one.complete(question, cache=True)
+        other.complete(prompt(model, 300, seed=2), n=1)
+        assert other.http.post("/slots/0?action=restore", json={"filename": "context"}).status_code == 200
+        restored = other.complete(question, cache=True)
+    finally:
+        for server in started:
+            server.stop()
+    assert restored.n_cached == undisturbed.n_cached > 0
+    assert restored == undisturbed
+
+
+@pytest.mark.parametrize("model", SPARSE)
+def test_growing_conversation(servers: KvFleet, prompt, model: str) -> None:
+    """Prefix reuse, checkpoints, and going back to a fork."""
+    host, device = servers.host(model), servers.device(model)
+    history: list[int] = []
+    for turn, n_new in enumerate((1500, 20, 300, 1)):
+        history += prompt(model, n_new, seed=20 + turn)
+        of_host, of_device = both(host, device, history, n=8, cache=turn > 0)
+        assert of_host == of_device, f"turn {turn + 1}"
+        assert of_host.n_cached == of_device.n_cached and (turn == 0 or of_host.n_cached > 0)
+        history += of_host.tokens
+    fork = [*history[:900], *prompt(model, 50, seed=99)]
+    of_host, of_device = both(host, device, fork, cache=True)
+    assert of_host == of_device
+
+
+def test_host_prompt_cache(servers: KvFleet, prompt) -> None:
+    """Two conversations in turn in one slot, so that each is put aside and brought back."""
+    model, args = "qwen4exp", ("--cache-ram", "256", "--cache-idle-slots")
+    host, device = servers.host(model, *args), servers.device(model, *args)
+    histories: list[list[int]] = [[], []]
+    for turn, n_new in enumerate((1300, 40)):
+        for i, history in enumerate(histories):
+            history += prompt(model, n_new, seed=40 + 10 * i + turn)
+            of_host, of_device = both(host, device, history, n=8, cache=True)
+            assert of_host == of_device, f"conversation {i}, turn {turn + 1}"
+            assert turn == 0 or of_host.n_cached > 0
+            history += of_host.tokens
+
+
+def test_context_shift_of_a_dense_model(servers: KvFleet, prompt) -> None:
+    """Forced: the shift rotates the rows in place. Generation runs over the end of the context."""
+    model, env = "qwen3moe", {"LLAMA_PHASE_KV": "host-all"}
+    host = servers.host(model, "--context-shift", env=env, ctx=1024)
+    device = servers.device(model, "--context-shift", ctx=1024)
+    of_host, of_device = both(host, device, prompt(model, 800), n=400)
+    assert len(of_host.tokens) == 400, "more than the context holds"
+    assert of_host == of_device
+    assert places(host)["device_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "reason"),
+    [
+        ("qwen3moe", (), "dense attention would read"),
+        ("qwen4exp", ("-ctk", "q8_0"), "only f16 K/V is read in place"),
+        ("qwen4exp", ("-fa", "off"), "without flash attention"),
+    ],
+)
+def test_what_cannot_be_read_in_place_stays_on_the_device(servers: KvFleet, model: str, args, reason: str) -> None:
+    server = servers.host(model, *args)
+    assert places(server)["host_bytes"] == 0 < places(server)["device_bytes"]
+    assert all(reason in layer["reason"] for layer in places(server)["layers"])
+    assert reason in server.log_text()
+    assert 'llama_phase_kv_bytes{place="host"} 0' in server.metrics_text()
+
+
+def test_memory_that_cannot_be_had(engine, model_path) -> None:
+    """The process ends and says how much was asked for, and what to do."""
+    args = ["-m", model_path("qwen4exp"), *server_args(DECODE_UBATCH), "--port", 0, "-ngl", 0, "--no-warmup"]
+    ended = subprocess.run(
+        [str(part) for part in (PHASE_BIN / "llama-server", *args)],
+        env=clean_environment(HOST | {"LLAMA_PHASE_FAULT": "kv.allocate"}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode != 0
+    assert "no 4 MiB of host memory for K/V" in ended.stderr + ended.stdout
+    assert "LLAMA_PHASE_KV=device" in ended.stderr + ended.stdout

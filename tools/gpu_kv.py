@@ -1,0 +1,207 @@
+#!/usr/bin/env python3
+"""K/V in host memory on a GPU: the answers of K/V in VRAM, then what it costs. Needs a GPU and build/cuda.
+
+usage: gpu_kv.py [--models DIR] [--big FILE] [--parts equal,speed,more,stock,vram] [--depths N,...]
+
+equal  tiny models through llama-server, K/V on the host against K/V on the device, same batch split: tokens and
+       log-probabilities bit for bit; 1 and 4 streams, with and without MTP, with and without a switch of the phase
+speed  llama-bench on the big model (made when it is missing, 13 GB): decode at depth, prefill of 32k; K/V on the
+       device with the stock and with the fast selection, on the host with the fast one
+more   the same on the host with the stock selection
+stock  the same with -nkvo, 8k and 32k, given up after a minute
+vram   device memory at two context sizes, both places: bytes per token of context
+
+exit codes: 0 measured and all equal, 1 a difference or a program that failed, named on its line
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from synth_gguf import make_model
+
+from llama_phase.bench import device_memory_mib, prompt_tokens
+from llama_phase.server import Server
+from llama_phase.settings import Settings
+
+PLACES = ("device", "host")
+VARIANTS = {  # name -> LLAMA_PHASE_*
+    "device, stock": {},
+    "device, fast": {"SELECT": "fast"},
+    "host, fast": {"KV": "host", "SELECT": "fast"},
+    "host, stock": {"KV": "host"},
+    "-nkvo": {},
+}
+ALL_ON_GPU = ("-ngl", "99", "--no-warmup", "-t", "4", "-fa", "on")
+OFF = {"prefill_mode": "off", "ubatch": 256, "batch": 1024}
+PHASE = {"prefill_mode": "transaction", "ubatch": 128, "batch": 1024, "prefill_ubatch": 1024, "prefill_min_tokens": 256}
+MTP = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
+PROMPTS = (1, 9, 300, 5000, 9000)  # tokens; the sparse kernel begins at 4096 rows
+ANSWER_TOKENS = 64
+BENCH = ("-ngl", "99", "-fa", "1", "-b", "2048", "-ub", "2048", "-t", "8", "-o", "json")
+STOCK_LIMIT_S = 60.0
+
+
+def answers(
+    model: Path, place: str, settings: dict[str, Any], upstream: tuple[str, ...], streams: int
+) -> tuple[list, dict]:
+    """Tokens with log-probabilities for every prompt, twice over, and /phase at the end."""
+    flags = (*ALL_ON_GPU, *upstream)
+    select = "stock" if place == "device" else "fast"
+    settings = {**settings, "kv": place, "select": select, "ctx": 10240 * streams}
+    loaded = Settings.load(model=model, port=0, upstream=flags, **settings)
+    with Server(loaded) as server, server.client() as client:
+        out = []
+        for length in PROMPTS * 2:
+            prompt = prompt_tokens(length, length, 4000)
+            got = client.completion(prompt, ANSWER_TOKENS, cache_prompt=False, n_probs=3, ignore_eos=True)
+            out.append([(step["id"], step["logprob"]) for step in got.probabilities])
+        return out, client.phase() or {}
+
+
+def first_difference(expected: list, got: list) -> str:
+    for number, (a, b) in enumerate(zip(expected, got, strict=True)):
+        for step, (x, y) in enumerate(zip(a, b, strict=True)):
+            if x != y:
+                return f"prompt {PROMPTS[number % len(PROMPTS)]}, token {step}: {x} and {y}"
+    return ""
+
+
+def check_equal(models: Path) -> list[str]:
+    failures = []
+    one = ("-np", "1")
+    for preset, name, settings, upstream, streams in (
+        ("tiny", "decode phase only", OFF, one, 1),
+        ("tiny", "phases", PHASE, one, 1),
+        ("tiny", "phases, MTP", PHASE, (*one, *MTP), 1),
+        ("tiny", "4 streams", OFF, ("-np", "4", "-no-kvu"), 4),
+        ("tiny", "4 slots, 1 stream", OFF, ("-np", "4", "-kvu"), 1),
+        ("tiny-moe", "dense, forced", PHASE, one, 1),
+    ):
+        model = make_model(preset, models / f"{preset}.gguf")
+        expected, _ = answers(model, "device", settings, upstream, streams)
+        got, phase = answers(model, "host-all" if preset == "tiny-moe" else "host", settings, upstream, streams)
+        different = first_difference(expected, got)
+        kv = phase["kv"]["contexts"]
+        result = f"DIFFERS {different}" if different else "equal"
+        print(f"{preset:9} {name:20} {result:30} host bytes {[c['host_bytes'] for c in kv]}", flush=True)
+        if different:
+            failures.append(f"{preset}, {name}: {different}")
+        if not any(c["host_bytes"] for c in kv):
+            failures.append(f"{preset}, {name}: no K/V in host memory: {kv}")
+    return failures
+
+
+def bench(program: Path, model: Path, variant: str, *args: str, limit_s: float | None = None) -> list[dict[str, Any]]:
+    """Rows of llama-bench; none when it took too long. Raises RuntimeError with the end of its log when it failed."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
+    environment |= {f"LLAMA_PHASE_{name}": value for name, value in VARIANTS[variant].items()}
+    command = [str(program), "-m", str(model), *BENCH, *args]
+    try:
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return []
+    if ended.returncode:
+        raise RuntimeError(f"{variant} {' '.join(args)}: exit code {ended.returncode}: {ended.stderr[-600:]}")
+    return json.loads(ended.stdout)
+
+
+def speeds(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """tok/s by `decode at N` and `prefill of N`"""
+    return {
+        f"decode at {row['n_depth']}" if row["n_gen"] else f"prefill of {row['n_prompt']}": round(row["avg_ts"], 1)
+        for row in rows
+    }
+
+
+def measure(program: Path, model: Path, parts: list[str], depths: str, long: int) -> dict[str, dict[str, float]]:
+    variants = ["device, stock", "device, fast", "host, fast"] if "speed" in parts else []
+    variants += ["host, stock"] if "more" in parts else []
+    runs: list[tuple[str, tuple[str, ...], float | None]] = []
+    runs += [(variant, ("-p", str(long), "-n", "64", "-r", "2"), None) for variant in variants]
+    runs += [(variant, ("-p", "0", "-n", "128", "-d", depths, "-r", "1"), None) for variant in variants]
+    if "stock" in parts:
+        args = ("-nkvo", "1", "-p", "0", "-n", "16", "-r", "1", "-d")
+        runs += [("-nkvo", (*args, depth), STOCK_LIMIT_S) for depth in ("8192", "32768")]
+    results: dict[str, dict[str, float]] = {}
+    for variant, args, limit_s in runs:
+        begin = time.monotonic()
+        found = speeds(bench(program, model, variant, *args, limit_s=limit_s))
+        results.setdefault(variant, {}).update(found)
+        print(f"{variant:14} {' '.join(args):50} {time.monotonic() - begin:5.1f} s {found or 'given up'}", flush=True)
+    return results
+
+
+def vram_per_token(model: Path, place: str) -> dict[str, float]:
+    """Device memory of a server at 16k and 128k of context, decode phase."""
+    used = []
+    sizes = (16384, 131072)
+    for ctx in sizes:
+        settings = {"prefill_mode": "off", "ubatch": 512, "ctx": ctx, "kv": place}
+        loaded = Settings.load(model=model, port=0, upstream=(*ALL_ON_GPU, "-np", "1"), **settings)
+        with Server(loaded) as server:
+            used.append(device_memory_mib(server.pid) or 0.0)
+    return {"MiB at 16k": used[0], "MiB at 128k": used[1],
+            "KiB a token": round((used[1] - used[0]) * 1024 / (sizes[1] - sizes[0]), 2)}  # fmt: skip
+
+
+def show(results: dict[str, dict[str, float]]) -> None:
+    columns = sorted({name for row in results.values() for name in row}, key=lambda c: (c[:6], int(c.split()[-1])))
+    print(f"| {'tok/s':14} | " + " | ".join(columns) + " |")
+    print("|---" * (len(columns) + 1) + "|")
+    for variant, row in results.items():
+        print(f"| {variant:14} | " + " | ".join(f"{row.get(c, float('nan')):>{len(c)}}" for c in columns) + " |")
+    reference = results.get("device, stock", {})
+    for variant, row in results.items():
+        ratios = [row[c] / reference[c] if c in row and c in reference else float("nan") for c in columns]
+        if row is not reference:
+            shown = " | ".join(f"{r:>{len(c)}.3f}" for r, c in zip(ratios, columns, strict=True))
+            print(f"| {variant:14} | {shown} | x device, stock")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--models", type=Path, default=Path("/dev/shm/llama-phase"))
+    parser.add_argument("--big", type=Path, default=Path("/dev/shm/llama-phase/fns.gguf"))
+    parser.add_argument("--parts", default="equal,speed,stock")
+    parser.add_argument("--depths", default="2048,8192,32768,131072")
+    parser.add_argument("--long", type=int, default=32768, help="tokens of the long prompt")
+    parser.add_argument("--program", type=Path, default=Path("build/cuda/bin/llama-bench"))
+    parser.add_argument("--json", type=Path, default=Path(os.environ.get("OUT", ".")) / "gpu_kv.json")
+    options = parser.parse_args()
+    parts = options.parts.split(",")
+    options.models.mkdir(parents=True, exist_ok=True)
+
+    failures = check_equal(options.models) if "equal" in parts else []
+    record: dict[str, Any] = {}
+    if set(parts) - {"equal"}:
+        if not options.big.exists():
+            make_model("flash-next-small", options.big)
+        try:
+            record["speed"] = measure(options.program, options.big, parts, options.depths, options.long)
+            if "vram" in parts:
+                record["vram"] = {place: vram_per_token(options.big, place) for place in PLACES}
+                print(record["vram"], flush=True)
+        except RuntimeError as error:
+            failures.append(str(error))
+        if record.get("speed"):
+            show(record["speed"])
+    record["failures"] = failures
+    options.json.write_text(json.dumps(record, indent=1))
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
