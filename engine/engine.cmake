@@ -1,6 +1,7 @@
 # Compiled into the llama target, in place. Included by src/CMakeLists.txt of the patched tree, which knows LLAMA_PHASE_ENGINE_DIR.
 
 set(LLAMA_PHASE_SOURCES
+    ${LLAMA_PHASE_ENGINE_DIR}/draft-depth.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/expert-admission.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/expert-arena.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/expert-cache.cpp

@@ -73,6 +73,17 @@ LLAMA_API int32_t llama_phase_prompt_abort(struct llama_context * ctx, llama_seq
 // Returns false when one of them has no phases.
 LLAMA_API bool llama_phase_join(struct llama_context * ctx, struct llama_context * member);
 
+// Draft lengths chosen by measurement (LLAMA_PHASE_DRAFT=auto); without it `choose` returns n_limit and the others do nothing. Each
+// round of generation: choose for every sequence that generates, done once when the drafts are made, verified for each draft.
+LLAMA_API bool llama_phase_draft_adaptive(const struct llama_context * ctx);
+
+// Tokens to draft for `seq_id`: at most n_limit (what its context takes) and n_max (what the drafter makes), 0 for none.
+LLAMA_API int32_t llama_phase_draft_choose(struct llama_context * ctx, llama_seq_id seq_id, int32_t n_limit, int32_t n_max);
+// Most tokens that may wait for the draft context to compute them, 0 for none: see draft-queue.h.
+LLAMA_API int32_t llama_phase_draft_waiting_max(const struct llama_context * ctx);
+LLAMA_API void    llama_phase_draft_done(struct llama_context * ctx);
+LLAMA_API void    llama_phase_draft_verified(struct llama_context * ctx, llama_seq_id seq_id, int32_t n_drafted, int32_t n_accepted);
+
 // Forget the failures after which a switch is not tried any more.
 LLAMA_API void llama_phase_reset(struct llama_context * ctx);
 

@@ -35,6 +35,33 @@ bool llama_phase_join(llama_context * ctx, llama_context * member) {
     return group && other && group->join(*other);
 }
 
+bool llama_phase_draft_adaptive(const llama_context * ctx) {
+    const auto * group = group_of(ctx);
+    return group && group->adapts_drafts();
+}
+
+int32_t llama_phase_draft_choose(llama_context * ctx, llama_seq_id seq_id, int32_t n_limit, int32_t n_max) {
+    auto * group = group_of(ctx);
+    return group ? group->draft_choose(seq_id, n_limit, n_max) : n_limit;
+}
+
+int32_t llama_phase_draft_waiting_max(const llama_context * ctx) {
+    const auto * group = group_of(ctx);
+    return group ? group->draft_waiting_max() : 0;
+}
+
+void llama_phase_draft_done(llama_context * ctx) {
+    if (auto * group = group_of(ctx)) {
+        group->draft_done();
+    }
+}
+
+void llama_phase_draft_verified(llama_context * ctx, llama_seq_id seq_id, int32_t n_drafted, int32_t n_accepted) {
+    if (auto * group = group_of(ctx)) {
+        group->draft_verified(seq_id, n_drafted, n_accepted);
+    }
+}
+
 void llama_phase_reset(llama_context * ctx) {
     if (auto * group = group_of(ctx)) {
         group->reset();

@@ -56,6 +56,7 @@ struct phase_config {
     int32_t    ring_regions       = -1;   // -1: auto
     int32_t    prefetch           = -1;   // experts per token; -1: auto
     int32_t    chunk              = 0;    // tokens; 0: off, -1: auto
+    bool       draft_auto         = false; // choose draft lengths
     phase_log  log                = PHASE_LOG_INFO;
 
     phase_restore restore = PHASE_RESTORE_SNAPSHOT;

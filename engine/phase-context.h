@@ -129,7 +129,8 @@ struct phase_context {
     bool                         planned_prefill = false;
 };
 
-// Null when the mode is off or the context cannot switch (said once in the log), and neither slots nor a place for K/V are asked for. A context that only measures memory
+// Null when the mode is off or the context cannot switch (said once in the log), and neither slots, a place for K/V nor
+// draft lengths are asked for. A context that only measures memory
 // (no_alloc, made by --fit) gets the larger micro-batch instead, so that the fit covers both phases.
 // Throws std::invalid_argument when the environment is wrong.
 std::shared_ptr<phase_context> phase_context_create(llama_context & ctx);

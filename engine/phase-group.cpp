@@ -27,6 +27,10 @@ phase_group::phase_group(const phase_config & config, phase_context & leader) : 
     stats.ubatch_prefill = leader.ubatch_prefill;
     stats.min_tokens     = config.prefill_min_tokens > 0 ? config.prefill_min_tokens : phase_min_tokens(leader.ubatch_decode);
 
+    if (config.draft_auto) {
+        drafts.emplace((int32_t) config.expert_batch);
+    }
+
     std::lock_guard<std::mutex> guard(registry_lock);
     registry.push_back(this);
 }
@@ -105,6 +109,9 @@ int32_t phase_group::prompt_begin(llama_seq_id seq_id, int32_t n_new) {
     {
         std::lock_guard<std::mutex> guard(lock);
         stats.hooked = true;
+        if (drafts) {
+            drafts->prompt(seq_id);
+        }
         if (stats.mode == PHASE_MODE_OFF || n_new < (int32_t) stats.min_tokens) {
             stats.n_short++;
         } else {
@@ -124,6 +131,10 @@ int32_t phase_group::prompt_begin(llama_seq_id seq_id, int32_t n_new) {
 }
 
 int32_t phase_group::prompt_end(llama_seq_id seq_id, bool aborted) {
+    if (drafts) {
+        std::lock_guard<std::mutex> guard(lock);
+        aborted ? drafts->end(seq_id) : drafts->begin(seq_id);
+    }
     if (prompts.erase(seq_id)) {
         if (aborted) {
             std::lock_guard<std::mutex> guard(lock);
@@ -138,6 +149,36 @@ int32_t phase_group::prompt_end(llama_seq_id seq_id, bool aborted) {
         }
     }
     return failure() ? -1 : 0;
+}
+
+bool phase_group::adapts_drafts() const {
+    return drafts.has_value();
+}
+
+int32_t phase_group::draft_choose(llama_seq_id seq_id, int32_t n_limit, int32_t n_max) {
+    if (!drafts || n_limit <= 0) {
+        return n_limit;
+    }
+    std::lock_guard<std::mutex> guard(lock);
+    return drafts->choose(seq_id, n_limit, n_max, phase_now_ms());
+}
+
+int32_t phase_group::draft_waiting_max() const {
+    return drafts && drafts->generating() ? (int32_t) config.expert_batch : 0;
+}
+
+void phase_group::draft_done() {
+    if (drafts) {
+        std::lock_guard<std::mutex> guard(lock);
+        drafts->drafted(phase_now_ms());
+    }
+}
+
+void phase_group::draft_verified(llama_seq_id seq_id, int32_t n_drafted, int32_t n_accepted) {
+    if (drafts) {
+        std::lock_guard<std::mutex> guard(lock);
+        drafts->verified(seq_id, n_drafted, n_accepted);
+    }
 }
 
 void phase_group::reset() {
@@ -245,6 +286,9 @@ const char * phase_group::failure() const {
 phase_stats phase_group::snapshot() const {
     std::lock_guard<std::mutex> guard(lock);
     phase_stats copy = stats;
+    if (drafts) {
+        copy.draft = drafts->stats();
+    }
     auto experts = copy.experts.begin();
     for (const auto * member : members) {
         copy.kv.push_back(member->kv);

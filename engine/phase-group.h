@@ -6,11 +6,13 @@
 // its batch sizes count when there are no explicit events. Everything that switches runs on the thread that decodes; the lock guards
 // the stats, which other threads read.
 
+#include "draft-depth.h"
 #include "llama-phase.h"
 #include "phase-stats.h"
 
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -45,6 +47,12 @@ struct phase_group {
     void    reset();
     void    set_callback(llama_phase_callback callback, void * user_data);
 
+    bool    adapts_drafts() const;
+    int32_t draft_choose(llama_seq_id seq_id, int32_t n_limit, int32_t n_max);
+    int32_t draft_waiting_max() const; // 0 while a prompt is in progress, and when nobody tells us about prompts
+    void    draft_done();
+    void    draft_verified(llama_seq_id seq_id, int32_t n_drafted, int32_t n_accepted);
+
     bool         in_prefill() const;
     const char * failure() const; // null while usable
     phase_stats  snapshot() const;
@@ -76,6 +84,7 @@ struct phase_group {
     llama_phase_callback callback  = nullptr;
     void               * user_data = nullptr;
 
-    mutable std::mutex lock;
-    phase_stats        stats;
+    mutable std::mutex         lock;
+    phase_stats                stats;
+    std::optional<draft_depth> drafts; // LLAMA_PHASE_DRAFT=auto
 };

@@ -6,6 +6,7 @@
 #include "log.h"
 
 #include <chrono>
+#include <cstdint>
 #include <cstdlib>
 #include <functional>
 #include <sstream>
@@ -74,6 +75,11 @@ inline int32_t prompt_begin(llama_context * ctx, llama_seq_id seq_id, int32_t n_
 
 inline void prompt_done(llama_context * ctx, llama_seq_id seq_id) {
     check(llama_phase_prompt_done(ctx, seq_id), ctx);
+}
+
+// where drafting is to stop: the chosen length, no limit of ours when it was not chosen
+inline int32_t draft_stop(const llama_context * ctx, int32_t n_chosen) {
+    return llama_phase_draft_adaptive(ctx) ? n_chosen : INT32_MAX;
 }
 
 } // namespace phase_server

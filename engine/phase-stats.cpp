@@ -144,6 +144,33 @@ static json kv_json(const phase_stats & stats) {
     return { { "asked", MODES[stats.kv_mode] }, { "contexts", std::move(contexts) } };
 }
 
+static json draft_json(const draft_stats & draft) {
+    const auto times = [](const std::map<int32_t, draft_cost::entry> & entries) {
+        json list = json::object();
+        for (const auto & [size, entry] : entries) {
+            list[std::to_string(size)] = { { "ms", entry.ms }, { "samples", entry.n } };
+        }
+        return list;
+    };
+    json depths = json::object();
+    for (const auto & [seq, depth] : draft.depths) {
+        depths[std::to_string(seq)] = depth;
+    }
+    return {
+        { "length",     "auto" },
+        { "max_batch",  draft.max_batch },
+        { "rounds",     draft.rounds },
+        { "changes",    draft.n_changes },
+        { "probes",     draft.n_probes },
+        { "drafted",    draft.n_drafted },
+        { "accepted",   draft.n_accepted },
+        { "acceptance", draft.acceptance },
+        { "slots",      std::move(depths) },
+        { "verify_ms",  times(draft.verify_ms) },
+        { "draft_ms",   times(draft.draft_ms) },
+    };
+}
+
 static json steps_json(const phase_report & report) {
     json steps = json::array();
     for (const auto & step : report.steps) {
@@ -193,6 +220,9 @@ std::string phase_stats_json(const phase_stats & stats, double now_ms) {
     }
     if (stats.kv_mode != PHASE_KV_DEVICE) {
         result["kv"] = kv_json(stats);
+    }
+    if (stats.draft.active) {
+        result["draft"] = draft_json(stats.draft);
     }
     if (stats.mode == PHASE_MODE_OFF) {
         return result.dump();
@@ -315,6 +345,20 @@ static void experts_prometheus(prometheus_text & text, const std::vector<expert_
     text.one("llama_phase_graph_replays_total",       "counter", "CUDA graphs launched.",                           (double) members[0].graph_replays);
 }
 
+static void draft_prometheus(prometheus_text & text, const draft_stats & draft) {
+    if (!draft.active) {
+        return;
+    }
+    text.family("llama_phase_draft_rounds_total", "counter", "Rounds of generation by the draft length chosen for a slot.");
+    for (size_t depth = 0; depth < draft.rounds.size(); ++depth) {
+        text.sample("llama_phase_draft_rounds_total{length=\"" + std::to_string(depth) + "\"}", (double) draft.rounds[depth]);
+    }
+    text.one("llama_phase_draft_changes_total",  "counter", "Changes of a slot's draft length.",              (double) draft.n_changes);
+    text.one("llama_phase_draft_probes_total",   "counter", "Other lengths tried for a few rounds.",          (double) draft.n_probes);
+    text.one("llama_phase_draft_tokens_total",   "counter", "Tokens drafted.",                                (double) draft.n_drafted);
+    text.one("llama_phase_draft_accepted_total", "counter", "Of those, accepted.",                            (double) draft.n_accepted);
+}
+
 std::string phase_stats_prometheus(const phase_stats & stats) {
     prometheus_text text;
     experts_prometheus(text, stats.experts);
@@ -328,6 +372,7 @@ std::string phase_stats_prometheus(const phase_stats & stats) {
             text.sample(host ? "llama_phase_kv_bytes{place=\"host\"}" : "llama_phase_kv_bytes{place=\"device\"}", (double) sum);
         }
     }
+    draft_prometheus(text, stats.draft);
     if (stats.mode == PHASE_MODE_OFF) {
         return text.out;
     }

@@ -2,6 +2,7 @@
 
 // Counters, timings and their two texts. Plain data: phase-context fills it under its lock.
 
+#include "draft-depth.h"
 #include "expert-op.h"
 #include "phase-ubatch.h"
 #include "transaction.h"
@@ -103,6 +104,7 @@ struct phase_stats {
 
     phase_kv_mode                            kv_mode = PHASE_KV_DEVICE;
     std::vector<std::vector<kv_layer_stats>> kv; // one per member, when LLAMA_PHASE_KV is set; filled by the snapshot
+    draft_stats draft; // filled by the snapshot
 
     std::vector<expert_stats> experts; // one per member that has experts in host memory; filled by the snapshot
 };

@@ -1,6 +1,6 @@
 """Side-by-side measurement of server configurations: one model, the same prompts, one run.
 
-    python -m llama_phase.bench MODEL [--suite cpu|gpu|restore|prefill|gpu2]
+    python -m llama_phase.bench MODEL [--suite cpu|gpu|restore|prefill|speculation|gpu2]
         [--runs N] [--rounds N] [--only NAME]... [--json FILE]
 
 Each round starts the configurations one after the other (so that a drift of the machine hits all of them), and each
@@ -69,6 +69,8 @@ class Sample:
     copied_bytes: int = 0
     prefetched_bytes: int = 0
     streamed_bytes: int = 0
+    drafted: int = 0
+    accepted: int = 0
     enter_ms: float | None = None
     leave_ms: float | None = None
     copy_ms: float = 0.0  # layers were copied into the ring
@@ -117,6 +119,8 @@ def _ask(client: Client, kind: str, text: int, prompt: list[int] | str, n_predic
         streamed_bytes=streamed,
         copy_ms=_ring_ms(after)[0] - _ring_ms(before)[0],
         exposed_ms=_ring_ms(after)[1] - _ring_ms(before)[1],
+        drafted=int(answer.timings.get("draft_n", 0)),
+        accepted=int(answer.timings.get("draft_n_accepted", 0)),
         tokens=answer.tokens,
     )
     if after.get("counters", {}).get("entered", 0) > before.get("counters", {}).get("entered", 0):
@@ -316,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "prefill": prefill_suite,
         "gpu2": gpu2_suite,
     }
-    parser.add_argument("--suite", choices=tuple(suites), default="cpu")
+    parser.add_argument("--suite", choices=(*suites, "speculation"), default="cpu")
     parser.add_argument("--runs", type=int, default=5, help="counted texts of each kind per round")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--long-tokens", type=int, default=8192, help="0: no long prompts")
@@ -324,10 +328,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocabulary", type=int, default=4000)
     parser.add_argument("--threads", type=int, default=16)
     parser.add_argument("--only", action="append", metavar="NAME", help="part of a name; may be repeated")
+    parser.add_argument("--slots", default="128", help="speculation: experts per layer on the GPU")
+    parser.add_argument("--acceptance", default="0.5,0.7,0.9", help="speculation: rates, comma-separated")
     parser.add_argument("--json", type=Path, help="where all figures go")
     options = parser.parse_args(arguments)
 
-    suite = suites[options.suite](options.threads)
+    if options.suite == "speculation":
+        from llama_phase.bench_speculation import rates_of, speculation_suite, speculation_table
+
+        suite = speculation_suite(options.threads, options.slots, rates_of(options.acceptance))
+        options.long_tokens, show = 0, speculation_table
+    else:
+        suite, show = suites[options.suite](options.threads), table
     suite = [one for one in suite if not options.only or any(part in one.name for part in options.only)]
     workload = Workload(runs=options.runs, long_tokens=options.long_tokens, answer_tokens=options.answer_tokens)
     console = Console(width=170 if not sys.stdout.isatty() else None)
@@ -354,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.json.write_text(json.dumps(record))
     there = {name: rounds for name, rounds in results.items() if rounds}
     if there:
-        console.print(table(there))
+        console.print(show(there))
     if options.json:
         console.print(f"all figures: {options.json}")
     return 1 if failed else 0

@@ -37,6 +37,7 @@ from llama_phase.errors import LlamaPhaseError, MissingPrerequisite, ServerStart
 from llama_phase.gguf_header import check_model
 from llama_phase.port import check_port, free_port, listens, port_busy
 from llama_phase.settings import Settings, argv
+from llama_phase.speculation import with_speculation
 from llama_phase.upstream_flags import DRAFT_MODEL, flag_value
 
 TICK_S = 0.05
@@ -149,10 +150,10 @@ class Server:
             raise RuntimeError("this server was started before; make a new one")
         settings = self.settings
         binary = find_binary(settings)
-        check_model(settings.model)
+        target = check_model(settings.model)
         draft = flag_value(settings.upstream, DRAFT_MODEL)
-        if draft:
-            check_model(Path(draft), draft=True)
+        drafts = check_model(Path(draft), draft=True) if draft else []
+        settings = self.settings = with_speculation(settings, target, drafts)
         running_servers.reap_orphans(settings.state_path / "running")
         if settings.port == 0:
             settings = self.settings = settings.model_copy(update={"port": free_port(settings.tcp_hosts[0])})

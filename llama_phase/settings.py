@@ -57,6 +57,10 @@ class Settings(BaseSettings):
     restore: Literal["snapshot", "cold", "prompt"] = "snapshot"
     kv: Literal["device", "host", "auto", "host-all"] = "device"
     select: Literal["stock", "fast"] = "stock"
+    draft: Literal["off", "auto"] = "off"
+    mtp: Literal["auto"] | Annotated[int, Field(ge=0, le=63)] = 0
+    spec: str = ""
+    draft_device: str = ""
     budget_mib: str = ""
     fault: str = ""
     log: Literal["quiet", "info", "debug"] = "info"

@@ -20,6 +20,7 @@ MODELS: dict[str, tuple[str, dict]] = {
     "qwen35moe": ("tiny-35", {}),
     "qwen4exp-exact": ("tiny-exact", {}),
     "qwen3moe-exact": ("tiny-moe-exact", {}),
+    "qwen35moe-exact": ("tiny-35-exact", {}),
     "qwen4exp-no-ple-exact": ("tiny-exact", {"ple": False}),
 }
 

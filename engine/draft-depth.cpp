@@ -1,0 +1,336 @@
+#include "draft-depth.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace {
+
+constexpr double   COST_WINDOW    = 32;   // samples of a moving mean
+constexpr uint32_t COST_ENOUGH    = 3;    // samples after which a size counts as measured
+constexpr double   COST_OUTLIER   = 4.0;  // times the mean: cut off there
+constexpr double   COST_DRIFT     = 0.3;  // of the anchor
+constexpr double   FADED_TRIALS   = 32;
+constexpr double   PRIOR_WEIGHT   = 16;   // trials that a prior is worth
+constexpr double   FIRST_RATE     = 0.8;  // of the first position, before anything is known
+constexpr uint32_t SETTLE_ROUNDS  = 2;    // after a change: graphs are planned and captured anew
+constexpr uint32_t DECIDE_EVERY   = 8;    // rounds
+constexpr double   GAIN           = 1.03; // what a change has to win
+constexpr uint32_t EXPLORE_ROUNDS = SETTLE_ROUNDS + COST_ENOUGH;
+constexpr uint32_t PROBE_ROUNDS   = SETTLE_ROUNDS + 4;
+constexpr uint32_t PROBE_EVERY    = 64;   // rounds; doubled by each probe that changed nothing
+constexpr uint32_t PROBE_SELDOM   = 512;
+constexpr uint32_t EXPLORE_AGAIN  = 256;  // rounds after which times that drifted have all measured anew; doubled each time
+constexpr uint32_t EXPLORE_SELDOM = 8192;
+constexpr int32_t  FIRST_DEPTH    = 3;    // upstream's default
+
+} // namespace
+
+//
+// cost
+//
+
+void draft_cost::add(int32_t size, double ms) {
+    auto & e = measured[size];
+    if (e.n >= COST_ENOUGH) {
+        ms = std::min(ms, COST_OUTLIER*e.ms);
+    }
+    e.n++;
+    const double moved = (ms - e.ms)/std::min<double>(e.n, COST_WINDOW);
+    e.ms += moved;
+    if (e.n <= COST_ENOUGH && e.anchor == 0.0) {
+        e.anchor = e.ms;
+    }
+    if (e.n > COST_WINDOW) {
+        for (auto & [other, o] : measured) {
+            if (other != size) {
+                o.ms = std::max(o.ms + moved, 0.0);
+            }
+        }
+    }
+}
+
+void draft_cost::renew(int32_t size) {
+    if (const auto it = measured.find(size); it != measured.end()) {
+        it->second.n = 1;
+    }
+}
+
+bool draft_cost::drifted(int32_t size) const {
+    const auto & e = measured.at(size);
+    return e.n > COST_ENOUGH && std::abs(e.ms - e.anchor) > COST_DRIFT*e.anchor;
+}
+
+void draft_cost::anchor() {
+    for (auto & [size, e] : measured) {
+        e.anchor = e.ms;
+    }
+}
+
+double draft_cost::at(int32_t size) const {
+    auto above = measured.lower_bound(size);
+    if (above != measured.end() && above->first == size) {
+        return above->second.ms;
+    }
+    if (measured.size() < 2) {
+        return measured.empty() ? 0.0 : measured.begin()->second.ms;
+    }
+    if (above == measured.begin()) {
+        ++above;
+    } else if (above == measured.end()) {
+        --above;
+    }
+    const auto   below = std::prev(above);
+    const double slope = (above->second.ms - below->second.ms)/(above->first - below->first);
+    return std::max(below->second.ms + slope*(size - below->first), 0.0);
+}
+
+//
+// acceptance
+//
+
+void draft_acceptance::add(int32_t n_drafted, int32_t n_accepted) {
+    const size_t n_tried = (size_t) std::min(n_drafted, n_accepted + 1);
+    if (positions.size() < n_tried) {
+        positions.resize(n_tried);
+    }
+    for (size_t i = 0; i < n_tried; ++i) {
+        auto & p = positions[i];
+        const double keep = p.trials >= window ? 1.0 - 1.0/window : 1.0;
+        p.trials = p.trials*keep + 1.0;
+        p.hits   = p.hits*keep + ((int32_t) i < n_accepted ? 1.0 : 0.0);
+    }
+}
+
+void draft_acceptance::fade() {
+    for (auto & p : positions) {
+        const double scale = p.trials > FADED_TRIALS ? FADED_TRIALS/p.trials : 1.0;
+        p.trials *= scale;
+        p.hits   *= scale;
+    }
+}
+
+double draft_acceptance::rate(size_t position, const draft_acceptance * prior) const {
+    double lean = FIRST_RATE;
+    if (prior) {
+        lean = prior->rate(position);
+    } else if (position > 0) {
+        lean = rate(position - 1);
+    }
+    const counts p = position < positions.size() ? positions[position] : counts();
+    return (p.hits + PRIOR_WEIGHT*lean)/(p.trials + PRIOR_WEIGHT);
+}
+
+double draft_acceptance::expected(int32_t depth, const draft_acceptance * prior) const {
+    double tokens  = 1.0;
+    double reached = 1.0;
+    for (int32_t i = 0; i < depth; ++i) {
+        reached *= rate(i, prior);
+        tokens  += reached;
+    }
+    return tokens;
+}
+
+//
+// events
+//
+
+draft_depth::draft_depth(int32_t max_batch) : max_batch(max_batch), explore_after(EXPLORE_AGAIN) {
+    counters.active    = true;
+    counters.max_batch = max_batch;
+}
+
+void draft_depth::prompt(int32_t seq) {
+    prompts.insert(seq);
+    sequences.erase(seq);
+    current.disturbed = true;
+}
+
+void draft_depth::begin(int32_t seq) {
+    prompts.erase(seq);
+    sequences[seq] = sequence();
+    current.disturbed = true;
+}
+
+void draft_depth::end(int32_t seq) {
+    prompts.erase(seq);
+    sequences.erase(seq);
+    current.disturbed = true;
+}
+
+int32_t draft_depth::choose(int32_t seq, int32_t limit, int32_t max_depth, double now_ms) {
+    if (!current.choosing) {
+        close_round(now_ms);
+        current          = round();
+        current.begin_ms = now_ms;
+        current.choosing = true;
+        current.disturbed = !prompts.empty();
+    }
+    auto & s = sequences[seq];
+    const int32_t share = max_batch/(int32_t) sequences.size() - 1;
+    const int32_t cap   = std::max(0, std::min({ limit, max_depth, share, DRAFT_DEPTH_MAX }));
+    const int32_t depth = std::min(decide(seq, s, cap, limit >= max_depth), cap);
+
+    current.tokens[seq] = 1;
+    current.depths[seq] = depth;
+    if (counters.rounds.size() <= (size_t) depth) {
+        counters.rounds.resize(depth + 1);
+    }
+    counters.rounds[depth]++;
+    return depth;
+}
+
+void draft_depth::drafted(double now_ms) {
+    if (current.choosing) {
+        current.draft_ms = now_ms - current.begin_ms;
+        current.choosing = false;
+    }
+}
+
+void draft_depth::verified(int32_t seq, int32_t n_drafted, int32_t n_accepted) {
+    current.tokens[seq] = 1 + n_drafted;
+    counters.n_drafted  += n_drafted;
+    counters.n_accepted += n_accepted;
+    acceptance.add(n_drafted, n_accepted);
+    sequences[seq].acceptance.add(n_drafted, n_accepted);
+}
+
+void draft_depth::close_round(double now_ms) {
+    bool    settled = !current.disturbed && prompts.empty() && !current.tokens.empty();
+    int32_t size    = 0;
+    int32_t deepest = 0;
+    for (const auto & [seq, tokens] : current.tokens) {
+        const auto it = sequences.find(seq);
+        settled = settled && it != sequences.end() && it->second.n_since_change > SETTLE_ROUNDS;
+        size   += tokens;
+    }
+    for (const auto & [seq, depth] : current.depths) {
+        deepest = std::max(deepest, depth);
+    }
+    if (settled) {
+        if (deepest > 0) {
+            draft.add(deepest, current.draft_ms);
+        }
+        verify.add(size, now_ms - current.begin_ms - (deepest > 0 ? current.draft_ms : 0.0));
+        if (++n_since_explored > explore_after && verify.drifted(size)) {
+            n_since_explored = 0;
+            explore_after    = std::min(2*explore_after, EXPLORE_SELDOM);
+            explored.clear();
+            verify.anchor();
+        }
+    }
+}
+
+//
+// decisions
+//
+
+double draft_depth::score(int32_t seq, const sequence & s, int32_t depth) const {
+    double  tokens  = s.acceptance.expected(depth, &acceptance);
+    int32_t size    = depth + 1;
+    int32_t deepest = depth;
+    for (const auto & [other, o] : sequences) {
+        if (other != seq && o.depth >= 0) {
+            tokens += o.acceptance.expected(o.depth, &acceptance);
+            size   += o.depth + 1;
+            deepest = std::max(deepest, o.depth);
+        }
+    }
+    return tokens/std::max(verify.at(size) + (deepest > 0 ? draft.at(deepest) : 0.0), 1e-6);
+}
+
+int32_t draft_depth::best(int32_t seq, const sequence & s, int32_t cap) const {
+    int32_t found = std::min(std::max(s.home, 0), cap);
+    double  most  = (s.home < 0 ? 1.0 : GAIN)*score(seq, s, found);
+    for (int32_t depth = 0; depth <= cap; ++depth) {
+        const double one = score(seq, s, depth);
+        if (one > most) {
+            most  = one;
+            found = depth;
+        }
+    }
+    return found;
+}
+
+// The times of a few depths come first; -1 when they are known. With several sequences sizes differ from round to round, and lines
+// through what is known have to do.
+int32_t draft_depth::unexplored(const sequence & s, int32_t cap) {
+    if (sequences.size() > 1) {
+        return -1;
+    }
+    if (s.depth >= 0 && s.depth <= cap && !explored.count(s.depth)) {
+        if (s.n_since_change <= EXPLORE_ROUNDS) {
+            return s.depth;
+        }
+        explored.insert(s.depth); // measured or not: drafts may end early, so the size may never come up
+    }
+    for (const int32_t depth : { std::min(FIRST_DEPTH, cap), 0, cap, 1 }) {
+        if (depth <= cap && !explored.count(depth)) {
+            return depth;
+        }
+    }
+    return -1;
+}
+
+void draft_depth::set_depth(sequence & s, int32_t depth) {
+    if (s.depth != depth) {
+        if (s.depth == 0) { // what was seen before is old
+            s.acceptance.fade();
+            acceptance.fade();
+        }
+        verify.renew(depth + 1);
+        draft.renew(depth);
+        s.depth          = depth;
+        s.n_since_change = 0;
+    }
+}
+
+int32_t draft_depth::decide(int32_t seq, sequence & s, int32_t cap, bool may_explore) {
+    s.n_since_change++;
+    s.n_since_probe++;
+
+    if (const int32_t depth = may_explore ? unexplored(s, cap) : -1; depth >= 0) {
+        set_depth(s, depth);
+        s.probe_left = 1; // ends with the next round
+        return depth;
+    }
+    const bool first  = s.home < 0;
+    const bool probed = s.probe_left > 0 && --s.probe_left == 0;
+
+    if (s.probe_left > 0) {
+        return s.depth;
+    }
+    if (first || probed || s.depth > cap || s.n_since_change % DECIDE_EVERY == 0) {
+        const int32_t depth = best(seq, s, cap);
+        const bool    moved = depth != s.home;
+        if (moved) {
+            s.probe_every   = PROBE_EVERY;
+            s.n_since_probe = 0;
+        } else if (probed) {
+            s.probe_every = std::min(2*s.probe_every, PROBE_SELDOM);
+        }
+        counters.n_changes += moved && !first;
+        s.home = depth;
+        set_depth(s, depth);
+    } else if (s.n_since_probe >= s.probe_every && cap > 0) {
+        const bool deeper = s.home == 0 || (s.probe_deeper && s.home < cap);
+        s.probe_deeper    = !s.probe_deeper;
+        s.probe_left      = PROBE_ROUNDS;
+        s.n_since_probe   = 0;
+        counters.n_probes++;
+        set_depth(s, s.home + (deeper ? 1 : -1));
+    }
+    return s.depth;
+}
+
+draft_stats draft_depth::stats() const {
+    draft_stats copy = counters;
+    for (size_t i = 0; i < acceptance.size(); ++i) {
+        copy.acceptance.push_back(acceptance.rate(i));
+    }
+    for (const auto & [seq, s] : sequences) {
+        copy.depths[seq] = s.depth;
+    }
+    copy.verify_ms = verify.entries();
+    copy.draft_ms  = draft.entries();
+    return copy;
+}

@@ -1,0 +1,149 @@
+#pragma once
+
+// How many tokens to draft for a sequence (0 included), from what was measured. Pure: times, acceptances and events in, a depth out;
+// the same calls give the same depths.
+//
+// A round of generation drafts for every sequence, then verifies all drafts in one batch. With depth k for one sequence it yields
+//
+//   1 + a1 + a1*a2 + ... + a1*...*ak   tokens, a_i: acceptance of position i when all before it were accepted
+//
+// and takes draft(k) + verify(tokens in the batch) milliseconds. The depth with the most tokens per millisecond wins, the other
+// sequences' depths given. A change needs a gain (hysteresis), and now and then a neighbouring depth is tried for a few rounds, so
+// that times and acceptances that changed are noticed, at depth 0 too.
+//
+// Events of a sequence: prompt, begin (its prompt is done), end. Events of a round: choose() for each sequence, drafted(),
+// verified() for each draft; the next round's first choose() ends it. Rounds that shared their batch with a prompt, or in which
+// sequences came or went, are not measured.
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <set>
+#include <vector>
+
+inline constexpr int32_t DRAFT_DEPTH_MAX = 63; // deeper drafts are not considered
+
+// Milliseconds by size. Sizes that were never measured lie on the line through their measured neighbours.
+class draft_cost {
+  public:
+    struct entry {
+        double   ms     = 0.0; // moving mean
+        double   anchor = 0.0; // what it was when all sizes were last measured
+        uint32_t n      = 0;   // samples
+    };
+
+    // What slows one size down over time (a longer context, say) moves the others along.
+    void   add(int32_t size, double ms);
+    void   renew(int32_t size);         // its next samples count for much
+    bool   drifted(int32_t size) const; // far from its anchor, so the other sizes are likely to be wrong by more than that move
+    void   anchor();                    // all, where they are
+    double at(int32_t size) const; // 0 when nothing was measured
+
+    const std::map<int32_t, entry> & entries() const { return measured; }
+
+  private:
+    std::map<int32_t, entry> measured;
+};
+
+// Moving acceptance rates by position, counted from 0.
+class draft_acceptance {
+  public:
+    explicit draft_acceptance(double window) : window(window) {} // trials
+
+    void add(int32_t n_drafted, int32_t n_accepted);
+    void fade(); // the next trials count for much
+
+    // of `position` when all before it were accepted; positions with few trials lean on `prior`, then on the position before
+    double rate(size_t position, const draft_acceptance * prior = nullptr) const;
+
+    // tokens of a round at `depth`, the target's own included
+    double expected(int32_t depth, const draft_acceptance * prior = nullptr) const;
+
+    size_t size() const { return positions.size(); }
+
+  private:
+    struct counts {
+        double trials = 0.0;
+        double hits   = 0.0;
+    };
+    double              window;
+    std::vector<counts> positions;
+};
+
+struct draft_stats {
+    bool                  active = false;
+    int32_t               max_batch = 0; // tokens of a verify batch, all sequences
+    std::vector<uint64_t> rounds;        // chosen, by depth
+    uint64_t              n_changes  = 0;
+    uint64_t              n_probes   = 0;
+    uint64_t              n_drafted  = 0; // tokens
+    uint64_t              n_accepted = 0;
+    std::vector<double>   acceptance;     // by position
+
+    std::map<int32_t, int32_t>           depths;    // by sequence, now
+    std::map<int32_t, draft_cost::entry> verify_ms; // by tokens in the batch
+    std::map<int32_t, draft_cost::entry> draft_ms;  // by depth
+};
+
+class draft_depth {
+  public:
+    // `max_batch`: most tokens of a verify batch, all sequences together
+    explicit draft_depth(int32_t max_batch);
+
+    void prompt(int32_t seq);
+    void begin(int32_t seq);
+    void end(int32_t seq);
+
+    // The depth for `seq` in this round: at most `limit` (what fits its context), `max_depth` (what the drafter can do), and
+    // its share of the batch. `now_ms` is monotonic.
+    int32_t choose(int32_t seq, int32_t limit, int32_t max_depth, double now_ms);
+    void    drafted(double now_ms);
+    void    verified(int32_t seq, int32_t n_drafted, int32_t n_accepted);
+
+    // sequences generate, and no prompt is in progress
+    bool generating() const { return !sequences.empty() && prompts.empty(); }
+
+    draft_stats stats() const;
+
+  private:
+    struct sequence {
+        int32_t          depth = -1; // -1: not chosen yet
+        int32_t          home  = -1; // what a probe returns to; -1: not known yet
+        uint32_t         n_since_change = 0; // rounds
+        uint32_t         n_since_probe  = 0;
+        uint32_t         probe_every    = 0;
+        uint32_t         probe_left     = 0;
+        bool             probe_deeper   = true;
+        draft_acceptance acceptance { 128 };
+    };
+
+    struct round {
+        double                     begin_ms = 0.0;
+        double                     draft_ms = 0.0;
+        bool                       choosing = false; // between the first choose() and drafted()
+        bool                       disturbed = true;
+        std::map<int32_t, int32_t> tokens; // by sequence: 1 + drafted
+        std::map<int32_t, int32_t> depths;
+    };
+
+    void    close_round(double now_ms);
+    int32_t decide(int32_t seq, sequence & s, int32_t cap, bool may_explore);
+    int32_t unexplored(const sequence & s, int32_t cap);
+    int32_t best(int32_t seq, const sequence & s, int32_t cap) const;
+    double  score(int32_t seq, const sequence & s, int32_t depth) const;
+    void    set_depth(sequence & s, int32_t depth);
+
+    const int32_t max_batch;
+
+    std::map<int32_t, sequence> sequences; // that generate
+    std::set<int32_t>           prompts;   // sequences whose prompt is in progress
+    std::set<int32_t>           explored;  // depths
+    round                       current;
+
+    draft_cost       verify;
+    draft_cost       draft;
+    draft_acceptance acceptance { 512 }; // of all sequences
+    uint32_t         n_since_explored = 0; // rounds
+    uint32_t         explore_after;
+    draft_stats      counters;
+};

@@ -1,0 +1,273 @@
+// draft-depth: simulated engines whose times and acceptances are known, so that the best depth is, too.
+
+#include "check.h"
+
+#include "draft-depth.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+
+namespace {
+
+// An engine on a simulated clock. A change of depth costs, as planning and capturing graphs does.
+struct engine {
+    std::function<double(int)> verify_ms = [](int n) { return 6.0 + 1.0*n; };
+    std::function<double(int)> draft_ms  = [](int k) { return 0.5*k; };
+    std::function<double(int)> accept    = [](int) { return 0.7; }; // by position, given those before
+    double change_ms = 3.0;
+    double noise     = 0.05;
+
+    std::mt19937 random { 1 };
+    double       clock_ms = 0.0;
+
+    double uniform() { return std::uniform_real_distribution<double>(0.0, 1.0)(random); }
+
+    int accepted(int depth) {
+        int n = 0;
+        while (n < depth && uniform() < accept(n)) {
+            ++n;
+        }
+        return n;
+    }
+
+    // tokens per millisecond of a fixed depth, without noise
+    double rate(int depth) const {
+        double tokens = 1.0, reached = 1.0;
+        for (int i = 0; i < depth; ++i) {
+            reached *= accept(i);
+            tokens  += reached;
+        }
+        return tokens/(verify_ms(depth + 1) + draft_ms(depth));
+    }
+
+    double best_rate(int max_depth) const {
+        double most = 0.0;
+        for (int depth = 0; depth <= max_depth; ++depth) {
+            most = std::max(most, rate(depth));
+        }
+        return most;
+    }
+
+    // `n_rounds` of all `seqs`; returns tokens per millisecond, and the depths chosen in `chosen`
+    double run(draft_depth & policy, const std::vector<int> & seqs, int n_rounds, int max_depth, std::vector<int> * chosen = nullptr) {
+        const double from_ms = clock_ms;
+        double tokens = 0.0;
+        std::map<int, int> before;
+        for (int i = 0; i < n_rounds; ++i) {
+            std::map<int, int> depths;
+            int size = 0, deepest = 0;
+            for (const int seq : seqs) {
+                const int depth = policy.choose(seq, 1000, max_depth, clock_ms);
+                CHECK(depth >= 0 && depth <= max_depth);
+                depths[seq] = depth;
+                size    += depth + 1;
+                deepest  = std::max(deepest, depth);
+            }
+            clock_ms += draft_ms(deepest)*(1.0 + noise*(2*uniform() - 1));
+            policy.drafted(clock_ms);
+            clock_ms += verify_ms(size)*(1.0 + noise*(2*uniform() - 1)) + (depths != before ? change_ms : 0.0);
+            before = depths;
+            for (const auto & [seq, depth] : depths) {
+                const int n = accepted(depth);
+                tokens += 1 + n;
+                if (depth > 0) {
+                    policy.verified(seq, depth, n);
+                }
+                if (chosen) {
+                    chosen->push_back(depth);
+                }
+            }
+        }
+        return tokens/(clock_ms - from_ms);
+    }
+};
+
+int most_frequent(const std::vector<int> & values, size_t from) {
+    std::map<int, int> counts;
+    for (size_t i = from; i < values.size(); ++i) {
+        counts[values[i]]++;
+    }
+    return std::max_element(counts.begin(), counts.end(), [](const auto & a, const auto & b) { return a.second < b.second; })->first;
+}
+
+} // namespace
+
+TEST(near_the_best_fixed_depth_whatever_the_engine) {
+    struct kind { const char * name; double fixed, per_token, per_draft; };
+    const kind kinds[] = {
+        { "verify is nearly free", 8.0, 0.1, 0.3 }, { "misses grow", 4.0, 2.0, 0.3 }, { "verify is linear", 0.1, 5.0, 0.3 }, { "draft is dear", 6.0, 0.5, 3.0 },
+    };
+    for (const auto & kind : kinds) {
+        for (const double rate : { 0.0, 0.3, 0.5, 0.7, 0.9, 1.0 }) {
+            engine simulated;
+            simulated.verify_ms = [&](int n) { return kind.fixed + kind.per_token*n; };
+            simulated.draft_ms  = [&](int k) { return kind.per_draft*k; };
+            simulated.accept    = [&](int)   { return rate; };
+            draft_depth policy(8);
+            policy.begin(0);
+            const double first = simulated.run(policy, { 0 }, 300, 7);
+            const double later = simulated.run(policy, { 0 }, 3000, 7);
+            const double most  = simulated.best_rate(7);
+            if (!CHECK(later >= 0.95*most) || !CHECK(later >= 0.97*simulated.rate(0)) || !CHECK(first >= 0.75*most)) {
+                std::printf("  %s, acceptance %.1f: first %.4f, later %.4f, best %.4f, off %.4f\n", kind.name, rate, first, later, most, simulated.rate(0));
+            }
+        }
+    }
+}
+
+TEST(gives_up_and_comes_back) {
+    engine simulated;
+    simulated.verify_ms = [](int n) { return 1.0 + 4.0*n; };
+    draft_depth policy(8);
+    policy.begin(0);
+    std::vector<int> depths;
+    simulated.accept = [](int) { return 0.05; };
+    simulated.run(policy, { 0 }, 1000, 7, &depths);
+    CHECK_EQ(most_frequent(depths, 500), 0);
+    const auto probes = policy.stats().n_probes;
+    CHECK(probes > 0);
+
+    depths.clear();
+    simulated.accept    = [](int) { return 0.95; };
+    simulated.verify_ms = [](int n) { return 5.0 + 0.5*n; };
+    simulated.run(policy, { 0 }, 6000, 7, &depths);
+    CHECK(most_frequent(depths, 5000) >= 5);
+
+    depths.clear();
+    simulated.verify_ms = [](int n) { return 1.0 + 8.0*n; }; // a cache that no longer holds the experts, say
+    simulated.accept    = [](int) { return 0.3; };
+    simulated.run(policy, { 0 }, 2000, 7, &depths);
+    CHECK_EQ(most_frequent(depths, 1000), 0);
+}
+
+TEST(small_gains_change_nothing) {
+    engine simulated;
+    simulated.verify_ms = [](int) { return 5.0; };
+    simulated.draft_ms  = [](int k) { return 2.0*k; }; // depth 1 and 2 are nearly the same
+    simulated.accept    = [](int i) { return i == 0 ? 0.6 : 0.6; };
+    draft_depth policy(8);
+    policy.begin(0);
+    simulated.run(policy, { 0 }, 300, 7);
+    const auto before = policy.stats().n_changes;
+    simulated.run(policy, { 0 }, 4000, 7);
+    CHECK(policy.stats().n_changes - before < 25);
+}
+
+TEST(sequences_share_the_batch) {
+    for (int n_seq = 1; n_seq <= 12; ++n_seq) {
+        engine simulated;
+        simulated.verify_ms = [](int) { return 5.0; };
+        simulated.accept    = [](int) { return 0.95; };
+        draft_depth policy(8);
+        std::vector<int> seqs;
+        for (int seq = 0; seq < n_seq; ++seq) {
+            policy.begin(seq);
+            seqs.push_back(seq);
+        }
+        std::vector<int> depths;
+        simulated.run(policy, seqs, 400, 7, &depths);
+        CHECK_EQ(*std::max_element(depths.begin() + 200, depths.end()), std::max(0, 8/n_seq - 1));
+        policy.end(1);
+        CHECK_EQ(policy.stats().depths.size(), (size_t) n_seq - (n_seq > 1));
+    }
+}
+
+TEST(limits_hold) {
+    draft_depth policy(8);
+    policy.begin(0);
+    std::mt19937 random(3);
+    double clock_ms = 0.0;
+    for (int i = 0; i < 5000; ++i) {
+        const int limit     = (int) (random() % 12) - 2;
+        const int max_depth = (int) (random() % 9);
+        const int depth = policy.choose(0, limit, max_depth, clock_ms += 1.0);
+        CHECK(depth >= 0 && depth <= std::max(0, std::min({ limit, max_depth, 7 })));
+        policy.drafted(clock_ms += 1.0);
+        if (depth > 0 && random() % 3) { // a draft may come out shorter, or not at all
+            const int n_drafted = 1 + (int) (random() % depth);
+            policy.verified(0, n_drafted, (int) (random() % (n_drafted + 1)));
+        }
+    }
+}
+
+TEST(the_same_events_give_the_same_depths) {
+    std::vector<int> runs[2];
+    for (auto & depths : runs) {
+        engine simulated;
+        draft_depth policy(8);
+        policy.begin(4);
+        simulated.run(policy, { 4 }, 1500, 7, &depths);
+    }
+    CHECK(runs[0] == runs[1]);
+}
+
+TEST(rounds_with_a_prompt_or_a_pause_are_not_measured) {
+    engine simulated;
+    simulated.noise = 0.0;
+    draft_depth policy(8);
+    policy.begin(0);
+    simulated.run(policy, { 0 }, 500, 7);
+    const auto check_times = [&] {
+        for (const auto & [size, entry] : policy.stats().verify_ms) {
+            CHECK(entry.ms <= simulated.verify_ms(size) + simulated.change_ms);
+        }
+    };
+    check_times();
+
+    policy.prompt(1);
+    const auto normal = simulated.verify_ms;
+    simulated.verify_ms = [](int) { return 900.0; };
+    simulated.run(policy, { 0 }, 20, 7);
+    policy.end(1);
+    simulated.verify_ms = normal;
+    simulated.run(policy, { 0 }, 20, 7);
+    check_times();
+
+    policy.end(0);
+    simulated.clock_ms += 1e6;
+    policy.begin(0);
+    simulated.run(policy, { 0 }, 20, 7);
+    check_times();
+}
+
+TEST(acceptance_is_conditional) {
+    draft_acceptance rates(512);
+    for (int i = 0; i < 2000; ++i) {
+        rates.add(3, i % 2 ? 0 : i % 4 ? 1 : 3); // half the first, of those half the second, of those all
+    }
+    CHECK(std::fabs(rates.rate(0) - 0.5) < 0.05);
+    CHECK(std::fabs(rates.rate(1) - 0.5) < 0.05);
+    CHECK(rates.rate(2) > 0.9);
+    CHECK(std::fabs(rates.expected(3) - 2.0) < 0.1);
+    CHECK_EQ(rates.expected(0), 1.0);
+}
+
+TEST(costs_between_and_beyond) {
+    draft_cost cost;
+    CHECK_EQ(cost.at(3), 0.0);
+    cost.add(2, 10.0);
+    CHECK_EQ(cost.at(1), 10.0);
+    CHECK_EQ(cost.at(8), 10.0);
+    cost.add(4, 14.0);
+    CHECK_EQ(cost.at(3), 12.0);
+    CHECK(!cost.drifted(2));
+    CHECK_EQ(cost.at(6), 18.0);
+    CHECK_EQ(cost.at(1), 8.0);
+    for (int i = 0; i < 100; ++i) {
+        cost.add(2, 10.0);
+    }
+    for (int i = 0; i < 200; ++i) {
+        cost.add(2, 20.0); // everything became slower
+    }
+    CHECK(std::fabs(cost.at(2) - 20.0) < 0.5);
+    CHECK(std::fabs(cost.at(4) - 24.0) < 0.5);
+    CHECK(cost.drifted(2));
+    cost.anchor();
+    CHECK(!cost.drifted(2));
+    cost.renew(4);
+    cost.add(4, 40.0);
+    CHECK(cost.at(4) > 27.0);
+}
+
+TEST_MAIN("test-draft-depth")

@@ -1,0 +1,72 @@
+"""What speculation wins at a known acceptance: no draft, fixed draft lengths and the chosen length, on the same slots.
+
+llama-server's --spec-synth-rates accepts drafted tokens at random instead of by match, each position with the same
+probability once those before it were accepted. The text is then meaningless, the work is the real one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from llama_phase.bench import HOST_EXPERTS, Configuration, median
+
+OFF, AUTO = "off", "auto"
+LENGTHS = (1, 2, 3, 5, 7)
+LONGEST = 7  # EXPERT_BATCH - 1
+
+
+def rates_of(text: str) -> list[float]:
+    """`0.5,0.9` as numbers. Raises ValueError."""
+    return [float(part) for part in text.split(",") if part.strip()]
+
+
+def synthetic(rate: float, length: int) -> tuple[str, ...]:
+    """Flags for drafts of at most `length` tokens that are accepted one after the other with probability `rate`."""
+    rates = ",".join(f"{rate ** (i + 1):.9g}" for i in range(length))
+    return ("--spec-type", "draft-mtp", "--spec-draft-n-max", str(length), "--spec-synth-rates", rates)
+
+
+def speculation_suite(threads: int, slots: str, acceptances: Sequence[float]) -> list[Configuration]:
+    """Names are `off` and `RATE LENGTH`."""
+    more = (*HOST_EXPERTS, "-np", "1", "-t", str(threads), "--no-warmup")
+    settings = {"prefill_mode": "transaction", "ctx": 16384, "ubatch": 512, "expert_slots": slots}
+    suite = [Configuration(OFF, settings, more)]
+    for rate in acceptances:
+        for length in LENGTHS:
+            suite.append(Configuration(f"{rate:g} {length}", settings, (*more, *synthetic(rate, length))))
+        chosen = {**settings, "draft": AUTO}
+        suite.append(Configuration(f"{rate:g} {AUTO}", chosen, (*more, *synthetic(rate, LONGEST))))
+    return suite
+
+
+def speculation_table(results: dict[str, list[dict[str, Any]]]) -> Table:
+    """Medians over all rounds, one row a configuration; `lengths` are the last server's rounds by chosen length."""
+    shown = Table(title="tokens per second by acceptance and draft length")
+    for column in ("acceptance", "length", "tok/s", "x off", "x best fixed", "accepted %", "hits %", "MiB", "lengths"):
+        shown.add_column(column, justify="right")
+    speeds = {
+        name: statistics.median(s["predicted_per_second"] for one in rounds for s in one["samples"])
+        for name, rounds in results.items()
+    }
+    for name, rounds in results.items():
+        rate, _, length = name.rpartition(" ")
+        fixed = [speed for other, speed in speeds.items() if rate and other in {f"{rate} {n}" for n in LENGTHS}]
+        samples = [sample for one in rounds for sample in one["samples"]]
+        drafted, accepted = (sum(sample[key] for sample in samples) for key in ("drafted", "accepted"))
+        hits = median(sample["hit_rate"] for sample in samples)
+        shown.add_row(
+            rate,
+            length,
+            f"{speeds[name]:.1f}",
+            f"{speeds[name] / speeds[OFF]:.2f}" if OFF in speeds else "",
+            f"{speeds[name] / max(fixed):.2f}" if fixed and length == AUTO else "",
+            f"{100 * accepted / drafted:.0f}" if drafted else "",
+            f"{100 * hits:.1f}" if hits is not None else "",
+            f"{median(one['memory_mib'] for one in rounds) or 0:.0f}",
+            " ".join(map(str, (rounds[-1]["phase"] or {}).get("draft", {}).get("rounds", []))),
+        )
+    return shown

@@ -1,0 +1,137 @@
+"""Draft lengths chosen by measurement (LLAMA_PHASE_DRAFT=auto). The policy: engine/tests/test-draft-depth.cpp.
+
+Greedy, on all-F32 models, against stock without speculation: any split. Which lengths come up depends on the machine,
+so the tests check that enough of them did.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from engine_server import MIN_TOKENS, PREFILL_UBATCH, Fleet, assert_same_but_for_ties
+from test_phase_routes import parse_prometheus
+
+pytestmark = pytest.mark.engine
+
+MODELS = ("qwen4exp-exact", "qwen35moe-exact")
+SLOTS = {"EXPERT_SLOTS": "32", "RING": "auto"}
+
+
+def mtp(n_max: int) -> tuple[str, ...]:
+    return ("--spec-type", "draft-mtp", "--spec-draft-n-max", str(n_max))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_same_tokens_whatever_is_drafted(fleet: Fleet, prompt, model: str) -> None:
+    """Lengths that change all the time; figures and metrics agree."""
+    auto = fleet.phase(model, *mtp(7), DRAFT="auto")
+    for seed in (1, 2):
+        tokens = prompt(model, 60, seed=seed)
+        assert_same_but_for_ties(auto.complete(tokens, n=160).tokens, fleet.stock(model).complete(tokens, n=160))
+    draft = auto.phase()["draft"]
+    assert sum(n > 0 for n in draft["rounds"]) >= 4, "few lengths were tried, so this shows nothing"
+    assert draft["drafted"] > draft["accepted"] > 0
+    assert draft["slots"] == {}
+
+    samples = parse_prometheus(auto.metrics_text())
+    assert samples["llama_phase_draft_tokens_total"] == draft["drafted"]
+    for length, n in enumerate(draft["rounds"]):
+        assert samples[f'llama_phase_draft_rounds_total{{length="{length}"}}'] == n
+
+
+@pytest.mark.parametrize("length", range(1, 8))
+def test_same_tokens_at_each_length(fleet: Fleet, prompt, length: int) -> None:
+    """A drafter that makes at most so many; the chosen length stays within that."""
+    model = MODELS[length % 2]
+    auto = fleet.phase(model, *mtp(length), DRAFT="auto")
+    tokens = prompt(model, 50, seed=length)
+    assert_same_but_for_ties(auto.complete(tokens, n=48).tokens, fleet.stock(model).complete(tokens, n=48))
+    assert len(auto.phase()["draft"]["rounds"]) == length + 1  # the first rounds try the longest, too
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_conversation_goes_on(fleet: Fleet, prompt, model: str) -> None:
+    """Prefix reuse: what was put off in the draft context is used when an answer is continued, or cut and continued."""
+    auto, stock = fleet.phase(model, *mtp(7), DRAFT="auto"), fleet.stock(model)
+    tokens = prompt(model, 80, seed=5)
+    for cut in (0, 1, 3, 6, 30):
+        answer = auto.complete(tokens, n=40, cache=True)
+        assert_same_but_for_ties(answer.tokens, stock.complete(tokens, n=40))
+        history = [*tokens, *answer.tokens]
+        tokens = [*history[: len(history) - cut], *prompt(model, 12, seed=cut)]
+    assert answer.n_cached > 0
+    assert not re.search(r"could not decode|inconsistent|failed to", auto.log_text())
+
+
+def test_transactions_and_slots(fleet: Fleet, prompt) -> None:
+    """Long prompts between the drafts: the draft context enters and leaves with nothing put off."""
+    model = MODELS[0]
+    auto, stock = fleet.phase(model, *mtp(7), "--no-repack", DRAFT="auto", **SLOTS), fleet.stock(model)
+    before = auto.counters()["left"]
+    for n in (40, PREFILL_UBATCH + 60, 30, MIN_TOKENS):
+        tokens = prompt(model, n, seed=n)
+        assert_same_but_for_ties(auto.complete(tokens, n=48).tokens, stock.complete(tokens, n=48))
+    assert auto.counters()["left"] - before == 2
+    assert auto.phase()["draft"]["max_batch"] == 8
+
+
+def test_two_slots_share_the_batch(fleet: Fleet, prompt) -> None:
+    """Two answers at once, one of which starts with a long prompt while the other is being generated."""
+    model = MODELS[0]
+    auto = fleet.phase(model, *mtp(7), DRAFT="auto", sizes={"parallel": 2, "ctx": 4096})
+    prompts = [prompt(model, n, seed=n) for n in (40, 600, 50, 300)]
+    answers = auto.complete_all(prompts, n=64)
+    for tokens, answer in zip(prompts, answers, strict=True):
+        assert_same_but_for_ties(answer.tokens, fleet.stock(model).complete(tokens, n=64))
+    assert auto.counters()["left"] == auto.counters()["entered"] > 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_until_the_context_is_full(fleet: Fleet, prompt, model: str) -> None:
+    """These models cannot shift their context, so the answer ends with it; a verify batch that does not fit any more
+    ends it a few tokens before, in stock too."""
+    sizes = {"ctx": 256}
+    auto = fleet.phase(model, *mtp(7), "--context-shift", DRAFT="auto", sizes=sizes)
+    stock = fleet.stock(model, "--context-shift", **sizes)
+    tokens = prompt(model, 150, seed=9)
+    of_auto, of_stock = auto.complete(tokens, n=400), stock.complete(tokens, n=400)
+    assert 0 <= len(of_stock.tokens) - len(of_auto.tokens) <= 7
+    assert of_auto.tokens == of_stock.tokens[: len(of_auto.tokens)]
+    assert_same_but_for_ties(auto.complete(tokens, n=40).tokens, stock.complete(tokens, n=40))
+
+
+def test_json_schema(fleet: Fleet, prompt) -> None:
+    """A grammar rejects most drafts of this model; the text is that of no speculation, and it fits."""
+    model = MODELS[0]
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "maxItems": 9}}}
+    schema["required"] = ["a"]
+    body = {"json_schema": schema, "ignore_eos": False, "n_probs": 0}
+    tokens = prompt(model, 40, seed=3)
+    texts = [
+        server.post(tokens, 200, **body).json()["content"]
+        for server in (fleet.phase(model, *mtp(7), DRAFT="auto"), fleet.stock(model))
+    ]
+    assert texts[0] == texts[1]
+    assert isinstance(json.loads(texts[0])["a"], list)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rejected_drafts_replay_nothing(fleet: Fleet, model: str, prompt) -> None:
+    """Recurrent state goes back to a snapshot on the device: no checkpoint is restored, nothing is decoded twice."""
+    server = fleet.fresh(
+        model, "-c", "1024", "-np", "1", *mtp(5), env={"LLAMA_TRACE": "1", "LLAMA_PHASE_DRAFT": "auto"}
+    )
+    try:
+        server.complete(prompt(model, 40), n=120)
+        draft = server.phase()["draft"]
+        log = server.log_text()
+    finally:
+        server.stop()
+    partial = [
+        (int(a), int(b)) for a, b in re.findall(r"accepted +(\d+)/ *(\d+) draft tokens$", log, re.MULTILINE) if a < b
+    ]
+    assert partial, "no draft was rejected, so this shows nothing"
+    assert "restore checkpoint" not in log and "restoring speculative checkpoint" not in log
+    assert draft["drafted"] - draft["accepted"] == sum(b - a for a, b in partial)
