@@ -77,7 +77,9 @@ class stopwatch {
                 spare.push_back(span.end);
             }
         }
-        (void) cudaGetLastError(); // not ready is no error
+        if (cudaPeekAtLastError() == cudaErrorNotReady) { // which is no error
+            (void) cudaGetLastError();
+        }
     }
 
     ~stopwatch() {
@@ -300,12 +302,12 @@ cudaError_t phase_cuda_stream(const phase_stream_op & op, const phase_cuda_ids &
     if (state.regions[mine].holds != op.position) {
         TRY(upload(state, op));
     }
+    cudaEvent_t before = nullptr;
+    TRY(state.watch.mark(stream, before));
     if (op.staged) {
         state.stager->wait(state.regions[mine].job);
         TRY((cudaError_t) state.staging_error.load());
     }
-    cudaEvent_t before = nullptr;
-    TRY(state.watch.mark(stream, before));
     TRY(cudaStreamWaitEvent(stream, state.regions[mine].ready, 0));
     TRY(state.watch.measure(before, stream, true));
     state.watch.collect(state.times);
