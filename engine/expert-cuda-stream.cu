@@ -127,6 +127,7 @@ struct ring_state {
         }                                   \
     } while (0)
 
+#ifdef __CUDACC__
 static __global__ void pass_ids_kernel(phase_cuda_ids ids, int32_t n_expert, int32_t * seen, int32_t * dst) {
     const int32_t i = blockIdx.x*blockDim.x + threadIdx.x;
     if (i >= ids.n_used*ids.n_tokens) {
@@ -139,6 +140,17 @@ static __global__ void pass_ids_kernel(phase_cuda_ids ids, int32_t n_expert, int
         atomicAdd(&seen[id], 1);
     }
 }
+
+static cudaError_t pass_ids(const phase_cuda_ids & ids, int32_t n_expert, int32_t * seen, int32_t * dst, cudaStream_t stream) {
+    const int32_t n_ids = ids.n_used*ids.n_tokens;
+    pass_ids_kernel<<<(n_ids + 255)/256, 256, 0, stream>>>(ids, n_expert, seen, dst);
+    return cudaGetLastError();
+}
+#else // engine/tests/test-expert-ring.cpp: a runtime without kernels
+static cudaError_t pass_ids(const phase_cuda_ids &, int32_t, int32_t *, int32_t *, cudaStream_t) {
+    return cudaSuccess;
+}
+#endif
 
 static cudaError_t destroy(ring_state * state) {
     cudaError_t first = cudaSuccess;
@@ -314,9 +326,7 @@ cudaError_t phase_cuda_stream(const phase_stream_op & op, const phase_cuda_ids &
     state.active = mine;
     state.reader = stream;
 
-    const int32_t n_ids = ids.n_used*ids.n_tokens;
-    pass_ids_kernel<<<(n_ids + 255)/256, 256, 0, stream>>>(ids, op.n_expert, state_words, dst);
-    TRY(cudaGetLastError());
+    TRY(pass_ids(ids, op.n_expert, state_words, dst, stream));
 
     // Nearest first. Where n_layers is no multiple of n_regions, a layer behind the wrap can share a region with one before it: it
     // has to wait for its own turn.
@@ -335,7 +345,7 @@ cudaError_t phase_cuda_stream(const phase_stream_op & op, const phase_cuda_ids &
     }
 
     if (op.counters) {
-        op.counters->looked_up += n_ids;
+        op.counters->looked_up += ids.n_used*ids.n_tokens;
         op.counters->runs++;
     }
     return cudaSuccess;

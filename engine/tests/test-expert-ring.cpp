@@ -1,0 +1,146 @@
+// The ring of expert-cuda-stream.cu on a runtime of threads (runtime/cuda_runtime.h), so that its ordering is tested without a GPU: every
+// layer is whole while it is read, whatever the order of layers, pinned or staged, freed in the middle or not.
+
+#include "../expert-cuda-stream.cu"
+
+#include "check.h"
+
+namespace {
+
+enum layer_kind { PINNED, STAGED, MIXED }; // mixed: every other layer is staged
+
+constexpr int32_t N_EXPERT = 5;
+constexpr size_t  PAD      = 96;
+
+struct stream_ring {
+    phase_ring                        ring;
+    phase_ring_times                  times;
+    phase_op_counters                 counters = {};
+    std::vector<std::vector<uint8_t>> experts;
+    std::vector<phase_stream_op>      ops;
+    std::vector<phase_stream_op *>    layers;
+    std::vector<uint8_t>              memory;
+    std::vector<uint8_t>              staging;
+
+    stream_ring(int32_t n_layers, int32_t n_regions, layer_kind kind, std::mt19937 & random) : ops(n_layers), staging(64*1024) {
+        static const size_t STRIDES[] = { 1000, 40002, 18, 15000 };
+        const size_t region = N_EXPERT*(40002 + 15000 + 1000) + PAD;
+        memory.assign(n_regions*region, 0xee);
+        for (int32_t l = 0; l < n_layers; ++l) {
+            const size_t a = STRIDES[l % 4], b = STRIDES[(l + 1) % 4];
+            experts.emplace_back(N_EXPERT*(a + b));
+            for (auto & byte : experts.back()) {
+                byte = (uint8_t) random();
+            }
+            auto & op = ops[l];
+            op.n_expert  = N_EXPERT;
+            op.n_tensors = 2;
+            op.position  = l;
+            op.staged    = kind == STAGED || (kind == MIXED && l % 2);
+            op.ring      = &ring;
+            op.counters  = &counters;
+
+            uint8_t * dst = memory.data() + (l % n_regions)*region;
+            op.tensors[0] = { experts[l].data(),              dst,                      a, PAD };
+            op.tensors[1] = { experts[l].data() + N_EXPERT*a, dst + N_EXPERT*a + PAD, b, 0 };
+            layers.push_back(&op);
+        }
+        ring.n_regions = n_regions;
+        ring.n_layers  = n_layers;
+        ring.layers    = layers.data();
+        ring.times     = &times;
+        if (kind != PINNED) {
+            ring.staging       = staging.data();
+            ring.staging_bytes = staging.size();
+        }
+    }
+};
+
+bool whole(const phase_stream_op & op) {
+    bool same = true;
+    for (int32_t i = 0; i < op.n_tensors; ++i) {
+        const auto & t = op.tensors[i];
+        const size_t size = op.n_expert*t.stride;
+        same = same && std::memcmp(t.dst, t.src, size) == 0 && std::all_of(t.dst + size, t.dst + size + t.pad, [](uint8_t byte) { return byte == 0; });
+    }
+    return same;
+}
+
+void test_passes(int32_t n_layers, int32_t n_regions, layer_kind kind, unsigned seed) {
+    std::mt19937     random(seed);
+    stream_ring      r(n_layers, n_regions, kind, random);
+    std::atomic<int> n_wrong { 0 };
+    cudaStream_t     stream;
+    cudaStreamCreateWithFlags(&stream, 0);
+    for (int pass = 0; pass < 20; ++pass) {
+        const int     way = random() % 4;
+        const int32_t end = way == 1 ? (int32_t) (random() % n_layers) : n_layers; // a pass cut short
+        r.ring.last_pass = way == 2;
+        if (pass % 5 == 4) {
+            cudaStreamSynchronize(stream);
+            CHECK_EQ(phase_cuda_ring_free(r.ring), cudaSuccess);
+            std::fill(r.memory.begin(), r.memory.end(), 0xee);
+            if (random() % 2) {
+                CHECK_EQ(phase_cuda_ring_start(r.ring, stream), cudaSuccess);
+            }
+            if (random() % 2) { // at once again: copies are under way
+                CHECK_EQ(phase_cuda_ring_free(r.ring), cudaSuccess);
+            }
+        }
+        for (int32_t l = 0; l < end; ++l) {
+            const auto & op = r.ops[way == 3 ? random() % n_layers : l]; // any order
+            CHECK_EQ(phase_cuda_stream(op, { nullptr, 0, 1, 1 }, nullptr, nullptr, stream), cudaSuccess);
+            const bool slow = random() % 3 == 0;
+            stream->push([&op, &n_wrong, slow] {
+                n_wrong += !whole(op);
+                if (slow) { // a region overwritten too early shows the second time
+                    std::this_thread::sleep_for(std::chrono::microseconds(200));
+                    n_wrong += !whole(op);
+                }
+            });
+        }
+    }
+    cudaStreamSynchronize(stream);
+    CHECK_EQ(phase_cuda_ring_free(r.ring), cudaSuccess);
+    CHECK_EQ(phase_cuda_ring_free(r.ring), cudaSuccess); // nothing left is fine
+    cudaStreamDestroy(stream);
+    CHECK_EQ(n_wrong.load(), 0);
+    CHECK_EQ(runtime::n_unrecorded_waits.load(), 0);
+    CHECK_EQ(runtime::n_events.load(), 0);
+    CHECK(r.times.copy_us > 0);
+}
+
+void test_kind(layer_kind kind) {
+    for (int32_t n_regions : { 1, 2, 3 }) {
+        for (int32_t n_layers = n_regions; n_layers <= 6; ++n_layers) {
+            test_passes(n_layers, n_regions, kind, 100*n_regions + n_layers);
+        }
+    }
+}
+
+} // namespace
+
+TEST(pinned_layers) { test_kind(PINNED); }
+TEST(staged_layers) { test_kind(STAGED); }
+TEST(mixed_layers)  { test_kind(MIXED); }
+
+TEST(whole_passes_copy_every_layer_once) {
+    for (const auto kind : { PINNED, STAGED, MIXED }) {
+        std::mt19937 random(1);
+        stream_ring  r(6, 3, kind, random);
+        cudaStream_t stream;
+        cudaStreamCreateWithFlags(&stream, 0);
+        phase_cuda_ring_start(r.ring, stream);
+        for (int pass = 0; pass < 5; ++pass) {
+            r.ring.last_pass = pass == 4;
+            for (const auto & op : r.ops) {
+                phase_cuda_stream(op, { nullptr, 0, 1, 1 }, nullptr, nullptr, stream);
+            }
+        }
+        phase_cuda_ring_free(r.ring);
+        cudaStreamDestroy(stream);
+        CHECK_EQ(r.counters.missed, (uint64_t) 5*6*N_EXPERT);
+    }
+}
+
+TEST_MAIN("test-expert-ring")
