@@ -54,12 +54,16 @@ def test_other_attention(fleet: Fleet, prompt, args: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("model", ["mixed-mtp", "fused"])
 def test_through_the_ring(experts: ExpertFleet, prompt, model: str) -> None:
-    """All chunks of a layer read one region of the ring, which is filled once a micro-batch."""
+    """All chunks of a layer read one region of the ring, which is filled once a micro-batch, as without chunks."""
     tokens = prompt(model, LENGTH)
-    server = experts.switching(model, 8, CHUNK="100", RING="2", RESTORE="prompt")
-    assert server.complete(tokens, n=16) == experts.stock_answer(model, tokens, 16, ubatch=PREFILL_UBATCH)
-    experts_of = server.phase()["experts"][0]
-    assert experts_of["ring"]["layers_streamed"] == -(-LENGTH // PREFILL_UBATCH) * len(experts_of["layers"])
+    expected = experts.stock_answer(model, tokens, 16, ubatch=PREFILL_UBATCH)
+    streamed = []
+    for chunk in ("0", "100"):
+        server = experts.switching(model, 8, CHUNK=chunk, RING="2", RESTORE="prompt")
+        before = server.phase()["experts"][0]["ring"]["layers_streamed"]
+        assert server.complete(tokens, n=16) == expected, f"chunks of {chunk}"
+        streamed.append(server.phase()["experts"][0]["ring"]["layers_streamed"] - before)
+    assert streamed[0] == streamed[1] > 0
 
 
 @pytest.mark.parametrize("kv", ["--kv-unified", "--no-kv-unified"])
