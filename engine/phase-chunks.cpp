@@ -35,7 +35,7 @@ static bool reads_mask(llm_arch arch) {
 
 void phase_set_chunks(llama_cparams & cparams, const llama_model & model, int32_t setting) {
     cparams.phase_chunk       = setting;
-    cparams.phase_chunk_masks = cparams.flash_attn && cparams.causal_attn && !model.hparams.use_alibi && !reads_mask(model.arch);
+    cparams.phase_chunk_masks = cparams.causal_attn && !model.hparams.use_alibi && !reads_mask(model.arch);
 }
 
 // chunks of nearly equal size, so that none has just a few rows
@@ -62,7 +62,8 @@ static int64_t fewest_mask_tokens(int64_t n_tokens) {
 
 int64_t phase_mask_chunk(const llama_cparams & cparams, int64_t n_kv, const llama_ubatch & ubatch) {
     const bool one_stream = cparams.kv_unified || ubatch.n_seqs_unq == 1;
-    if (cparams.phase_chunk == 0 || !cparams.phase_chunk_masks || !one_stream || n_kv % BLOCK != 0) {
+    // whether attention is fused may be found out after phase_set_chunks
+    if (cparams.phase_chunk == 0 || !cparams.phase_chunk_masks || !cparams.flash_attn || !one_stream || n_kv % BLOCK != 0) {
         return 0;
     }
     if (cparams.phase_chunk > 0) {
