@@ -45,6 +45,12 @@ VARIANTS = {  # name -> LLAMA_PHASE_*
 ALL_ON_GPU = ("-ngl", "99", "--no-warmup", "-t", "4", "-fa", "on")
 OFF = {"prefill_mode": "off", "ubatch": 256, "batch": 1024}
 PHASE = {"prefill_mode": "transaction", "ubatch": 128, "batch": 1024, "prefill_ubatch": 1024, "prefill_min_tokens": 256}
+SPARSE_KERNEL = {
+    "heads": 16,
+    "heads_kv": 2,
+    "head_dim": 256,
+    "rope_dim": 64,
+}  # shapes that upstream's sparse kernel takes
 MTP = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
 PROMPTS = (1, 9, 300, 5000, 9000)  # tokens; the sparse kernel begins at 4096 rows
 ANSWER_TOKENS = 64
@@ -88,7 +94,8 @@ def check_equal(models: Path) -> list[str]:
         ("tiny", "4 slots, 1 stream", OFF, ("-np", "4", "-kvu"), 1),
         ("tiny-moe", "dense, forced", PHASE, one, 1),
     ):
-        model = make_model(preset, models / f"{preset}.gguf")
+        overrides = SPARSE_KERNEL if preset == "tiny" else {}
+        model = make_model(preset, models / f"kv-{preset}.gguf", **overrides)
         expected, _ = answers(model, "device", settings, upstream, streams)
         got, phase = answers(model, "host-all" if preset == "tiny-moe" else "host", settings, upstream, streams)
         different = first_difference(expected, got)
