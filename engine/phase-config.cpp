@@ -194,7 +194,7 @@ phase_config phase_config_parse(const phase_environment & env) {
         } else if (name == "LLAMA_PHASE_KV") {
             config.kv = (phase_kv_mode) parsed;
         } else if (name == "LLAMA_PHASE_SELECT") {
-            config.select = (phase_select) parsed;
+            config.select = (phase_select_mode) parsed;
         } else if (name == "LLAMA_PHASE_BUDGET_MIB") {
             for (const auto & entry : split(value, ',')) {
                 bool ok = false;

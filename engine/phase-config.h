@@ -36,7 +36,7 @@ enum phase_kv_mode {
 };
 
 // how the indexer's choice of rows is prepared and carried out; the choice is the same
-enum phase_select {
+enum phase_select_mode {
     PHASE_SELECT_STOCK,
     PHASE_SELECT_FAST,
 };
@@ -61,7 +61,7 @@ struct phase_config {
 
     phase_restore restore = PHASE_RESTORE_SNAPSHOT;
     phase_kv_mode kv      = PHASE_KV_DEVICE;
-    phase_select  select  = PHASE_SELECT_STOCK;
+    phase_select_mode select = PHASE_SELECT_STOCK;
 
     std::vector<size_t>      budget_bytes; // per device, the last one for all further devices; empty: none
     std::vector<phase_fault> faults;

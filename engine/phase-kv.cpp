@@ -69,20 +69,39 @@ static bool is_in_host_memory(const ggml_tensor * tensor) {
     return buffer && phase_kv_is_host_buffer_type(ggml_backend_buffer_get_type(const_cast<ggml_backend_buffer_t>(buffer)));
 }
 
+// A copy of `view` that was made before in this graph. Contexts of graphs are reset and their memory used again, so what `copy` points to
+// counts only if it lies in the part in use and still is that copy.
+static bool is_copy_of(ggml_context * ctx, const ggml_tensor * copy, const ggml_tensor * view) {
+    const auto * begin = (const char *) ggml_get_mem_buffer(ctx);
+    const auto * end   = begin + ggml_used_mem(ctx);
+    const auto * at    = (const char *) copy;
+    return at >= begin && at + sizeof(*copy) <= end && copy->op == GGML_OP_CONT && copy->src[0] == view;
+}
+
+static ggml_tensor * copy_once(ggml_context * ctx, ggml_tensor * view, ggml_tensor *& last) {
+    if (!last || !is_copy_of(ctx, last, view)) {
+        last = ggml_cont(ctx, view);
+    }
+    return last;
+}
+
 void phase_kv_stage(ggml_context * ctx, int64_t n_tokens, ggml_tensor *& k, ggml_tensor *& v) {
     if (n_tokens <= PHASE_KV_IN_PLACE_TOKENS || !is_in_host_memory(k)) {
         return;
     }
-    auto * copy = ggml_cont(ctx, k);
+    static thread_local ggml_tensor * last_k = nullptr;
+    static thread_local ggml_tensor * last_v = nullptr;
+
+    auto * copy = copy_once(ctx, k, last_k);
     if (v->view_src == k->view_src && v->view_src) {
         v = ggml_view_4d(ctx, copy, v->ne[0], v->ne[1], v->ne[2], v->ne[3], copy->nb[1], copy->nb[2], copy->nb[3], v->view_offs - k->view_offs);
     } else {
-        v = ggml_cont(ctx, v);
+        v = copy_once(ctx, v, last_v);
     }
     k = copy;
 }
 
-void phase_kv_set_select(phase_select select) {
+void phase_kv_set_select(phase_select_mode select) {
     for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
         const auto * api = phase_backend_api_of(ggml_backend_dev_get(i));
         if (api && api->set_select) {
