@@ -79,7 +79,7 @@ class SupervisorStatus:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SupervisorStatus:
-        """The inverse of `to_dict`; keys of another version are left out. Raises TypeError or ValueError for other data."""
+        """The inverse of `to_dict`; unknown keys are left out. Raises TypeError or ValueError for other data."""
         known = {item.name for item in fields(cls)}
         values = {key: value for key, value in data.items() if key in known}
         if values.get("failure"):
@@ -92,7 +92,7 @@ class SupervisorStatus:
 
 
 def write_status(folder: Path, status: SupervisorStatus) -> None:
-    """Replace the status file in `folder`. Raises OSError. Not synced to disk: after a power loss there is no server."""
+    """Replace the status file in `folder`. Raises OSError. Not synced: after a power loss there is no server."""
     content = json.dumps(status.to_dict(), indent=1) + "\n"
     write_atomically(folder / FILE_NAME, content.encode(), mode=0o600)
 
