@@ -153,6 +153,10 @@ class Client:
                 return None
             raise
 
+    def slots(self, *, timeout_s: float | None = 10.0) -> list[dict[str, Any]]:
+        """GET /slots: one object per slot. RequestFailed with status 501 when the server was started without it."""
+        return self._json("GET", "/slots", timeout_s=timeout_s).get("value", [])
+
     def metrics(self, *, timeout_s: float | None = 10.0) -> dict[str, float]:
         """GET /metrics by name, labels included in the name: `llamacpp:prompt_tokens_total`, `x_bucket{le="5"}`."""
         return parse_metrics(self._request("GET", "/metrics", None, timeout_s).text)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
-import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,12 +14,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
-from llama_phase.client import RequestFailed
-from llama_phase.server import TICK_S, Server, State
+from llama_phase.holder import Lock
+from llama_phase.instance import CHANGE_SIGNAL, folder_of, policy_of, take_request
 from llama_phase.server_log import LogTail
 from llama_phase.settings import Settings
+from llama_phase.supervisor import Supervisor
+from llama_phase.supervisor_status import SupervisorStatus
 
-POLL_EVERY_S = 2.0
 READ_EVERY_S = 0.25
 COUNTERS = ("entered", "left", "rolled_back", "failed")
 PLAIN_EVERY_S = 10.0  # between two status lines where there is no terminal
@@ -33,6 +33,8 @@ class StopSignals:
     def __init__(self) -> None:
         self.count = 0
         self.first: int | None = None
+        self.folder: Path | None = None
+        self._change = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -41,6 +43,7 @@ class StopSignals:
             # whoever sends it to us still means it.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
+        self._before[CHANGE_SIGNAL] = signal.signal(CHANGE_SIGNAL, self._note_change)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -50,6 +53,16 @@ class StopSignals:
     def _note(self, number: int, _: FrameType | None) -> None:
         self.count += 1
         self.first = self.first or number
+
+    def _note_change(self, *_: object) -> None:
+        self._change = True
+
+    def change_asked(self) -> str | None:
+        """Fingerprint of the configuration that `llama-phase rollback` wants, told once."""
+        if not self._change or self.folder is None:
+            return None
+        self._change = False
+        return take_request(self.folder)
 
     def asked(self) -> bool:
         return self.count > 0
@@ -94,33 +107,10 @@ def describe_phase(phase: dict[str, Any] | None) -> str:
     return " · ".join(filter(None, [f"phase {phase.get('phase', '?')}", counts, str(phase.get("failure", ""))]))
 
 
-class Poller(threading.Thread):
-    """Asks a ready server for its phase. In a thread of its own: an answer may take long, and the main loop has to see
-    a death or a signal at once."""
-
-    def __init__(self, server: Server):
-        super().__init__(name="llama-phase-poll", daemon=True)
-        self.latest = ""
-        self._client = server.client()
-        self._ended = threading.Event()
-
-    def run(self) -> None:
-        with self._client as client:
-            while not self._ended.is_set():
-                # a server that is going down is the main loop's business
-                with contextlib.suppress(RequestFailed):
-                    self.latest = describe_phase(client.phase(timeout_s=30.0))
-                self._ended.wait(POLL_EVERY_S)
-
-    def end(self) -> None:
-        self._ended.set()
-
-
 class Status:
-    """Shows the state: a live block on a terminal, plain lines elsewhere."""
+    """Shows the state of a supervisor: a live block on a terminal, plain lines elsewhere."""
 
-    def __init__(self, server: Server, console: Console):
-        self.server = server
+    def __init__(self, console: Console):
         self.console = console
         self._tail: LogTail | None = None
         self._timings = Timings()
@@ -128,7 +118,6 @@ class Status:
         self._last_line = ""
         self._shown = ""
         self._shown_s = 0.0
-        self._began_s = time.monotonic()
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> Status:
@@ -148,68 +137,73 @@ class Status:
         """A line that stays."""
         self.console.print(escape(text), soft_wrap=True, highlight=False)
 
-    def loading(self) -> None:
-        lines = [line for line in self._new_lines() if line.strip()]
-        self._last_line = lines[-1] if lines else self._last_line
-        if self._live:
-            seconds = time.monotonic() - self._began_s
-            self._live.update(
-                f"[bold]loading[/] {escape(self.server.settings.model.name)}  {seconds:.0f} s\n[dim]"
-                f"{escape(self._last_line[: max(20, self.console.width - 1)])}[/]"
-            )
+    def show(self, supervisor: Supervisor) -> None:
+        """Called often; draws when there is something new."""
+        status, observer = supervisor.status, supervisor.observer
+        if status.state == "ready":
+            known = observer is not None and observer.phase_known
+            self._running(status, describe_phase(observer.phase) if known and observer else "")
+        elif status.state == "starting":
+            self._loading(status)
 
-    def running(self, phase: str) -> None:
-        self._timings.feed(self._new_lines())
+    def _loading(self, status: SupervisorStatus) -> None:
+        lines = [line for line in self._new_lines(status.log) if line.strip()]
+        self._last_line = lines[-1] if lines else self._last_line
+        if not self._live:
+            return
+        if status.restart_at_s is not None:
+            self._live.update(f"[bold yellow]waiting[/] {max(0.0, status.restart_at_s - time.time()):.0f} s")
+            return
+        what = "loading" if status.load_s is None else "first prompt"
+        self._live.update(
+            f"[bold]{what}[/] {escape(status.model)}  {time.time() - status.since_s:.0f} s\n[dim]"
+            f"{escape(self._last_line[: max(20, self.console.width - 1)])}[/]"
+        )
+
+    def _running(self, status: SupervisorStatus, phase: str) -> None:
+        self._timings.feed(self._new_lines(status.log))
         line = " · ".join(filter(None, [phase, self._timings.prompt, self._timings.answer]))
         if self._live:
-            self._live.update(f"[bold green]ready[/] {escape(self.server.url)}\n{escape(line)}")
+            back = " (rolled back)" if status.rolled_back else ""
+            self._live.update(f"[bold green]ready[/] {escape(status.url)}{back}\n{escape(line)}")
             return
         now = time.monotonic()
         if phase and line != self._shown and now - self._shown_s >= PLAIN_EVERY_S:
             self._shown, self._shown_s = line, now
             self.say(line)
 
-    def _new_lines(self) -> list[str]:
+    def _new_lines(self, log: str) -> list[str]:
         now = time.monotonic()
-        if now - self._read_s < READ_EVERY_S or self.server.log_path is None:
+        if now - self._read_s < READ_EVERY_S or not log:
             return []
         self._read_s = now
-        self._tail = self._tail or LogTail(self.server.log_path)
+        if self._tail is None or str(self._tail.path) != log:
+            self._tail = LogTail(Path(log))
         return self._tail.read()
 
 
 def serve(settings: Settings, console: Console) -> int:
-    """Run one server until it is told to stop; the exit code: 128 + the signal's number (130 Ctrl-C, 143 SIGTERM).
+    """Keep a server running until told to stop; the exit code: 128 + the signal's number (130 Ctrl-C, 143 SIGTERM).
 
-    Raises what ``Server.start`` and ``Server.wait_ready`` raise, and ServerCrash or EngineUnusable when the server ends
-    by itself. Nothing is left running in any case.
+    Raises what the last failure was, when there is nothing left to try. Nothing is left running in any case.
     """
-    server = Server(settings)
-    with StopSignals() as signals, Status(server, console) as status:
-        try:
-            if not signals.asked():
-                server.start()
-                status.say(f"loading {settings.model} (pid {server.pid}), log: {server.log_path}")
-                server.wait_ready(stop_asked=signals.asked, progress=status.loading)
-            if server.state is State.READY:
-                status.say(f"ready: {server.url}")
-                _watch(server, signals, status)
-            status.end_live()
-            status.say("stopping (Ctrl-C again: at once)" if signals.first == signal.SIGINT else "stopping")
-            server.stop(hurry=signals.asked_twice)
-        finally:
-            server.close()
-        status.say("stopped")
-    return 128 + (signals.first or 0)
-
-
-def _watch(server: Server, signals: StopSignals, status: Status) -> None:
-    poller = Poller(server)
-    poller.start()
+    lock = Lock(folder_of(settings))
+    lock.take(settings.model.name, settings.tcp_hosts, settings.port)
     try:
-        while not signals.asked():
-            server.check_alive()
-            status.running(poller.latest)
-            time.sleep(TICK_S)
+        with StopSignals() as signals, Status(console) as status:
+            supervisor = Supervisor(settings, lock.folder, policy=policy_of(settings), say=status.say)
+            signals.folder = lock.folder
+            code = 1
+            try:
+                last = supervisor.run(signals, lambda: status.show(supervisor))
+                status.end_live()
+                if last.state == "failed" and supervisor.error is not None:
+                    code = supervisor.error.exit_code
+                    raise supervisor.error
+                status.say("stopped")
+                code = 128 + (signals.first or 0)
+            finally:
+                supervisor.end(code)
+            return code
     finally:
-        poller.end()
+        lock.release()

@@ -21,9 +21,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +34,7 @@ from llama_phase.client import Client
 from llama_phase.env import child_environment
 from llama_phase.errors import LlamaPhaseError, MissingPrerequisite, ServerStartError, UsageError
 from llama_phase.gguf_header import check_model
+from llama_phase.lifecycle import State
 from llama_phase.port import check_port, free_port, listens, port_busy
 from llama_phase.settings import Settings, argv
 from llama_phase.speculation import with_speculation
@@ -45,14 +45,6 @@ HEALTH_EVERY_S = 0.2
 VITALS_EVERY_S = 1.0
 _PR_SET_PDEATHSIG = 1
 ROOT = Path(__file__).resolve().parent.parent
-
-
-class State(str, Enum):
-    STOPPED = "stopped"
-    STARTING = "starting"
-    READY = "ready"
-    STOPPING = "stopping"
-    FAILED = "failed"
 
 
 class Vitals(NamedTuple):
@@ -119,8 +111,16 @@ class Server:
     ``close`` may be called at any time, any number of times. A forgotten one is killed by the kernel at our exit.
     """
 
-    def __init__(self, settings: Settings, *, check_port: Callable[..., None] = check_port):
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        base_environment: Mapping[str, str] | None = None,
+        check_port: Callable[..., None] = check_port,
+    ):
+        """`base_environment`: what the child's environment is made from (default: this process's)."""
         self.settings = settings
+        self._base_environment = base_environment
         self.state = State.STOPPED
         self.log_path: Path | None = None
         self.pid: int | None = None
@@ -158,7 +158,7 @@ class Server:
         if settings.port == 0:
             settings = self.settings = settings.model_copy(update={"port": free_port(settings.tcp_hosts[0])})
         self._check_port(settings.tcp_hosts, settings.port)
-        environment = child_environment(settings)
+        environment = child_environment(settings, self._base_environment)
         self.log_path, log_fd = server_log.open_log(settings.state_path / "log", settings.port)
         try:
             self._process = _spawn([str(binary), *argv(settings)], environment, log_fd)
@@ -194,7 +194,7 @@ class Server:
                         return True
                 if now >= next_vitals_s:
                     next_vitals_s = now + VITALS_EVERY_S
-                    idle_s = watch.idle_s(now, self._vitals())
+                    idle_s = watch.idle_s(now, self.vitals())
                     if idle_s >= self.settings.stall_s:
                         raise self._stalled(idle_s)
                 progress()
@@ -203,39 +203,45 @@ class Server:
 
     def check_alive(self) -> None:
         """Raise what the end of the process means if it has ended by itself."""
-        returncode = self._poll()
+        returncode = self.poll()
         if returncode is None or self.state in (State.STOPPING, State.STOPPED):
             return
         was_ready = self.state is State.READY
         self.state = State.FAILED
-        everything = server_log.read_tail(self.log_path) if self.log_path else []
-        lines = server_log.relevant_lines(everything)
+        raise self.explain(returncode, self.reasons(), was_ready=was_ready)
+
+    def reasons(self) -> list[str]:
+        """The lines of its log that say what went wrong."""
+        return server_log.relevant_lines(server_log.read_tail(self.log_path)) if self.log_path else []
+
+    def explain(self, returncode: int, lines: list[str], *, was_ready: bool) -> LlamaPhaseError:
+        """The error for an end by itself."""
         if not was_ready and exit_meaning.bind_failed(lines):
-            raise port_busy(self.settings.tcp_hosts[0], self.settings.port)
-        raise exit_meaning.explain_exit(returncode, lines, was_ready=was_ready, log=str(self.log_path))
+            return port_busy(self.settings.tcp_hosts[0], self.settings.port)
+        return exit_meaning.explain_exit(returncode, lines, was_ready=was_ready, log=str(self.log_path))
 
     def stop(self, *, hurry: Callable[[], bool] = lambda: False) -> None:
         """SIGTERM to the whole group, SIGKILL after `grace_s` seconds or as soon as `hurry` says so.
 
         Returns when nothing of it is left. Interrupted (Ctrl-C), it kills at once.
         """
-        if self._process is None or self._poll() is not None:
+        if self._process is None or self.poll() is not None:
             return
         self.state = State.STOPPING
         self._signal(signal.SIGTERM)
         deadline_s = time.monotonic() + self.settings.grace_s
         try:
-            while self._poll() is None and time.monotonic() < deadline_s and not hurry():
+            while self.poll() is None and time.monotonic() < deadline_s and not hurry():
                 time.sleep(TICK_S)
         finally:
             self.kill()
 
     def kill(self) -> None:
         """SIGKILL to the whole group; returns when it is gone."""
-        if self._process is not None and self._poll() is None:
+        if self._process is not None and self.poll() is None:
             self.state = State.STOPPING
             self._signal(signal.SIGKILL)
-            while self._poll() is None:
+            while self.poll() is None:
                 time.sleep(TICK_S / 10)
         if self.state is not State.FAILED:
             self.state = State.STOPPED
@@ -258,7 +264,7 @@ class Server:
         """A client for this server; close it after use."""
         return Client(self.settings.base_url, api_key=self.settings.probe_key)
 
-    def _poll(self) -> int | None:
+    def poll(self) -> int | None:
         """Exit status once the process is gone, None while it lives.
 
         Its last act is to kill the rest of its group while the zombie still holds the pid, so that the group id
@@ -278,7 +284,8 @@ class Server:
             if self.pid:
                 os.killpg(self.pid, number)
 
-    def _vitals(self) -> Vitals:
+    def vitals(self) -> Vitals:
+        """Signs of life now; only the log's size once the process is gone."""
         log_bytes = server_log.size_bytes(self.log_path) if self.log_path else 0
         try:
             process = psutil.Process(self.pid)
@@ -292,7 +299,7 @@ class Server:
     def _stalled(self, idle_s: float) -> LlamaPhaseError:
         self.kill()
         self.state = State.FAILED
-        lines = server_log.relevant_lines(server_log.read_tail(self.log_path)) if self.log_path else []
+        lines = self.reasons()
         return ServerStartError(
             f"llama-server showed no sign of life for {idle_s:.0f} s while starting, and was stopped"
             + "".join(f"\n  | {line[:300]}" for line in lines),

@@ -67,6 +67,8 @@ class Settings(BaseSettings):
     api_key: SecretStr | None = None
     grace_s: Annotated[int, Field(ge=0, le=3600)] = 10
     stall_s: Annotated[int, Field(ge=1, le=86400)] = 300
+    restarts: Annotated[int, Field(ge=0, le=1000)] = 5
+    rollback: bool = True
     state_dir: Path | None = None
     backend: Literal["auto", "cpu", "cuda"] = "auto"
     server_binary: Path | None = None

@@ -20,7 +20,8 @@ STATES = ("stopped", "starting", "ready", "stopping", "failed")
 @dataclass(frozen=True)
 class Failure:
     """Why a server did not start, or ended. `kind` is one of crash.KINDS; `returncode` as of subprocess (negative: a
-    signal), None when nothing was started; `deterministic`: the same configuration fails again the same way."""
+    signal), None when nothing was started; `deterministic`: the same configuration fails again the same way;
+    `exit_code`: what the supervisor ends with if this was the last of it."""
 
     kind: str
     text: str
@@ -29,6 +30,7 @@ class Failure:
     deterministic: bool = False
     returncode: int | None = None
     was_ready: bool = False
+    exit_code: int = 1
     log: str = ""
     log_lines: tuple[str, ...] = ()
 

@@ -1,15 +1,20 @@
 """A scripted llama-server: the same flags and routes, no model. What it does wrong is asked for in FAKE_* variables.
 
-FAKE_LOAD_S=n          /health answers 503 for n seconds
-FAKE_HANG=1            never becomes ready, does nothing at all
-FAKE_EXIT=code[:line]  prints the line, ends with this code before it is ready
-FAKE_SIGNAL=name       prints a line, ends by this signal before it is ready
-FAKE_CRASH_AFTER=n     ends by SIGSEGV n seconds after it is ready
-FAKE_EXIT_AFTER=code   ends with this code 0.2 s after it is ready
-FAKE_FLOOD_MB=n        writes n MB of log before it is ready
-FAKE_IGNORE_TERM=1     ignores SIGTERM
-FAKE_GRANDCHILD=file   starts a child of its own, writes its pid to the file
-FAKE_DUMP=file         writes argv and environment as JSON to the file
+    FAKE_LOAD_S=n          /health answers 503 for n seconds
+    FAKE_HANG=1            never becomes ready, does nothing at all
+    FAKE_EXIT=code[:line]  prints the line, ends with this code before it is ready
+    FAKE_SIGNAL=name       prints a line, ends by this signal before it is ready
+    FAKE_CRASH_AFTER=n     ends by SIGSEGV n seconds after it is ready
+    FAKE_EXIT_AFTER=code   ends with this code 0.7 s after it is ready
+    FAKE_FLOOD_MB=n        writes n MB of log before it is ready
+    FAKE_IGNORE_TERM=1     ignores SIGTERM
+    FAKE_GRANDCHILD=file   starts a child of its own, writes its pid to the file
+    FAKE_DUMP=file         writes argv and environment as JSON to the file
+    FAKE_STARTS=file       appends its argv as a line of JSON to the file
+    FAKE_ONLY_IF=word      all of the above misbehaviour only when the word is among its flags
+    FAKE_PROBE=what        the first prompt: rolled_back, refused, empty, stuck, or an exit code
+    FAKE_STUCK_AFTER=n     n seconds after it is ready /slots shows a busy slot without progress
+    FAKE_ANSWER_S=n        prompts after the first take n seconds
 """
 
 from __future__ import annotations
@@ -23,10 +28,13 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+COUNTERS = {"entered": 2, "left": 2, "rolled_back": 0, "failed": 0}
 PHASE = {
     "mode": "transaction",
     "phase": "decode",
-    "counters": {"entered": 3, "left": 3, "rolled_back": 0, "failed": 0},
+    "ubatch": {"now": 512, "decode": 512, "prefill": 2048},
+    "min_tokens": 1024,
+    "counters": COUNTERS,
 }
 TIMINGS = """\
 0.05.2 I slot print_timing: id  0 | task 1 | prompt processing, n_tokens =   2596, progress = 1.00, t =   4.72 s / 549.61 tokens per second
@@ -42,7 +50,13 @@ llama_phase_swap_ms_bucket{direction="enter",le="+Inf"} 3
 """
 
 
+HARMLESS = ("DUMP", "STARTS", "ONLY_IF")
+
+
 def setting(name: str) -> str:
+    word = os.environ.get("FAKE_ONLY_IF", "")
+    if word and word not in sys.argv and name not in HARMLESS:
+        return ""
     return os.environ.get(f"FAKE_{name}", "")
 
 
@@ -53,7 +67,10 @@ def flag(*names: str, default: str = "") -> str:
 
 class Handler(BaseHTTPRequestHandler):
     ready = False
+    stuck = False
     key = ""
+    n_prompts = 0
+    n_running = 0
 
     def do_GET(self) -> None:
         if self.path == "/health":
@@ -62,6 +79,9 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(401, {"error": {"message": "Invalid API Key", "code": 401}})
         elif self.path == "/phase":
             self.reply(200, PHASE)
+        elif self.path == "/slots":
+            busy = Handler.stuck or Handler.n_running > 0
+            self.reply(200, [{"id": 0, "id_task": Handler.n_prompts, "is_processing": busy}])
         elif self.path == "/metrics":
             self.reply(200, METRICS)
         elif self.path == "/props":
@@ -77,14 +97,47 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(200, {"tokens": [len(word) for word in body["content"].split()]})
         elif body.get("prompt") == "break":
             self.reply(503, {"error": {"message": "the engine lost its decode buffers", "code": 503}})
-        elif body.get("stream"):
+        elif self.path != "/completion":
+            self.reply(404, {"error": {"message": "File Not Found", "code": 404}})
+        else:
+            self.complete(body)
+
+    def complete(self, body: dict) -> None:
+        Handler.n_prompts += 1
+        probe = setting("PROBE") if Handler.n_prompts == 1 else ""
+        if probe.isdigit():
+            print("LLAMA_PHASE: leave failed at step reserve_decode", flush=True)
+            os._exit(int(probe))
+        if probe == "rolled_back":
+            COUNTERS["rolled_back"] += 1
+            PHASE["last_failure"] = "step enter.reserve: 300 MiB short on CUDA0"
+        else:
+            COUNTERS["entered"] += 1
+            COUNTERS["left"] += 1
+        if probe == "stuck":
+            Handler.stuck = True
+            time.sleep(600)
+        if probe == "refused":
+            self.reply(500, {"error": {"message": "failed to decode", "code": 500}})
+            return
+        if Handler.n_prompts > 1:
+            Handler.n_running += 1
+            time.sleep(float(setting("ANSWER_S") or 0))
+        self.answer(body, empty=probe == "empty")
+        if Handler.n_prompts > 1:
+            Handler.n_running -= 1
+            print(TIMINGS, flush=True)
+
+    def answer(self, body: dict, empty: bool) -> None:
+        if body.get("stream"):
             self.send_response(200)
             self.end_headers()
             for piece in ({"content": "a", "tokens": [1], "stop": False},
                           {"content": "", "tokens": [], "stop": True, "timings": {"prompt_n": 3}}):  # fmt: skip
                 self.wfile.write(b"data: " + json.dumps(piece).encode() + b"\n\n")
         else:
-            self.reply(200, {"content": "ab", "tokens": [1, 2], "stop_type": "limit", "timings": {"prompt_n": 3},
+            content, tokens = ("", []) if empty else ("ab", [1, 2])
+            self.reply(200, {"content": content, "tokens": tokens, "stop_type": "limit", "timings": {"prompt_n": 3},
                              "request": body})  # fmt: skip
 
     def allowed(self) -> bool:
@@ -116,6 +169,9 @@ def main() -> int:
     if setting("DUMP"):
         with open(setting("DUMP"), "w") as file:
             json.dump({"argv": sys.argv, "environment": dict(os.environ), "pid": os.getpid()}, file)
+    if setting("STARTS"):
+        with open(setting("STARTS"), "a") as file:
+            file.write(json.dumps(sys.argv) + "\n")
     if setting("GRANDCHILD"):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         with open(setting("GRANDCHILD"), "w") as file:
@@ -148,15 +204,16 @@ def main() -> int:
         print("CUDA error: an illegal memory access was encountered", flush=True)
         die("SIGSEGV")
     if setting("EXIT_AFTER"):
-        time.sleep(0.2)
+        time.sleep(0.7)
         print("LLAMA_PHASE: leave failed at step reserve_decode", flush=True)
         return int(setting("EXIT_AFTER"))
     ended = threading.Event()
     if not setting("IGNORE_TERM"):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: ended.set())
+    stuck_at_s = time.monotonic() + float(setting("STUCK_AFTER") or 1e9)
     while not ended.wait(0.05):
-        pass
+        Handler.stuck = Handler.stuck or time.monotonic() >= stuck_at_s
     print("fake: cleaning up before exit", flush=True)
     return 0
 

@@ -1,0 +1,130 @@
+"""One supervisor per folder and per address: locks that the kernel gives back, whatever ends their holder.
+
+The folder's lock is a file lock; the file says who holds it. An address's lock is a socket with a name outside the file
+system: other folders cannot see the first one, and the port itself is free for a moment at each restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import struct
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from llama_phase.errors import LlamaPhaseError, PortBusy
+from llama_phase.running_servers import birth_of, same_process
+
+FILE_NAME = "lock"
+
+
+class AlreadyRunning(LlamaPhaseError):
+    """Another supervisor holds the folder."""
+
+    exit_code = 12
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A supervisor: its process by pid and birth time (seconds since the epoch), and what it serves."""
+
+    pid: int
+    birth_s: float | None
+    model: str = ""
+    port: int = 0
+
+    @property
+    def alive(self) -> bool:
+        return same_process(self.pid, self.birth_s)
+
+
+def read_holder(folder: Path) -> Holder | None:
+    """The living supervisor of `folder`, None when there is none."""
+    try:
+        holder = Holder(**json.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    return holder if holder.alive else None
+
+
+class Lock:
+    """Holds a folder and addresses from `take` until `release` or the end of the process."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._fd: int | None = None
+        self._sockets: list[socket.socket] = []
+
+    def take(self, model: str, hosts: Iterable[str], port: int) -> None:
+        """Raises AlreadyRunning, PortBusy (port 0 is never busy), or LlamaPhaseError when the folder is not ours."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._fd = os.open(self.folder / FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise LlamaPhaseError(
+                f"cannot write in {self.folder}: {error.strerror}",
+                fix="free or allow it, or name another folder with LLAMA_PHASE_STATE_DIR",
+            ) from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = read_holder(self.folder)
+            self.release()
+            raise _already_running(self.folder, holder) from None
+        try:
+            for host in hosts if port else ():
+                self._sockets.append(_lock_address(host, port))
+        except BaseException:
+            self.release()
+            raise
+        text = json.dumps(asdict(Holder(os.getpid(), birth_of(os.getpid()), model, port))).encode()
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, text, 0)
+
+    def release(self) -> None:
+        """Give everything back. Idempotent."""
+        for item in self._sockets:
+            item.close()
+        self._sockets.clear()
+        if self._fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)  # the file stays: removing it would let two take two files of one name
+            self._fd = None
+
+
+def _already_running(folder: Path, holder: Holder | None) -> AlreadyRunning:
+    who = f"pid {holder.pid}, serving {holder.model} on port {holder.port}" if holder else "another process"
+    return AlreadyRunning(
+        f"a supervisor already runs in {folder}: {who}",
+        fix="stop it with `llama-phase down`, or give this one its own LLAMA_PHASE_STATE_DIR",
+    )
+
+
+def _lock_address(host: str, port: int) -> socket.socket:
+    name = f"\0llama-phase {host} {port}"
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        lock.bind(name)
+        lock.listen(8)
+        return lock
+    except OSError:
+        lock.close()
+    raise PortBusy(
+        f"port {port} on {host} is kept by the supervisor with pid {_holder_of(name)}",
+        fix="stop it with `llama-phase down`, or choose another port: --port N (0: any free one)",
+    )
+
+
+def _holder_of(name: str) -> str:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        try:
+            asking.settimeout(1.0)
+            asking.connect(name)
+            credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            return str(struct.unpack("3i", credentials)[0])
+        except OSError:
+            return "unknown"

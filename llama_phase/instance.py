@@ -1,0 +1,104 @@
+"""Where a supervisor keeps its files, and how another process talks to it.
+
+<state folder>/            named by LLAMA_PHASE_STATE_DIR: one supervisor; else one per port in port-<n>/
+  lock status.json         who holds it, what it says of itself
+  served/                  the journal of configurations that served
+  request                  what `llama-phase rollback` wants, announced by SIGUSR1
+  supervisor.log           what a detached supervisor says
+  hang-*.json              what hanging servers were doing
+  log/ running/            logs and records of servers, in the state folder itself
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llama_phase.errors import LlamaPhaseError, UsageError
+from llama_phase.holder import Holder, read_holder
+from llama_phase.tree import write_atomically
+
+if TYPE_CHECKING:
+    from llama_phase.lifecycle import Policy
+    from llama_phase.settings import Settings
+
+CHANGE_SIGNAL = signal.SIGUSR1
+REQUEST = "request"
+SUPERVISOR_LOG = "supervisor.log"
+
+
+def folder_of(settings: Settings) -> Path:
+    """The supervisor's own folder for these settings."""
+    if settings.state_dir is not None:
+        return settings.state_path
+    return settings.state_path / f"port-{settings.port or 'any'}"
+
+
+def policy_of(settings: Settings) -> Policy:
+    """The restart rules these settings ask for."""
+    from llama_phase.lifecycle import Policy
+
+    return Policy(restarts=settings.restarts, rollback=settings.rollback)
+
+
+def find_folder(state: Path, explicit: bool, port: int | None) -> Path:
+    """The folder of the supervisor that a command without a model means: the one of `port` if given, else the only one
+    that runs, else the last one that did.
+
+    Raises UsageError when several run, LlamaPhaseError when there never was one.
+    """
+    if explicit:
+        folders = [state]
+    elif port is not None:
+        folders = [state / f"port-{port or 'any'}"]
+    else:
+        folders = sorted(state.glob("port-*"))
+    known = [folder for folder in folders if (folder / "status.json").exists() or read_holder(folder)]
+    running = [folder for folder in known if read_holder(folder)]
+    if len(running) > 1:
+        names = ", ".join(folder.name.removeprefix("port-") for folder in running)
+        raise UsageError(f"several supervisors run, on ports {names}", fix="say which: --port N")
+    if not known:
+        where = f" on port {port}" if port is not None else ""
+        raise LlamaPhaseError(f"no supervisor{where} was ever started here", fix="start one: `llama-phase up MODEL`")
+    return running[0] if running else max(known, key=lambda folder: (folder / "status.json").stat().st_mtime)
+
+
+def signal_holder(holder: Holder, number: signal.Signals) -> bool:
+    """Signal a supervisor, and only it: nothing is sent when pid and birth time do not both fit. Whether it was sent.
+
+    A process that ends between the check and the signal is held by its pid file descriptor, so its number cannot be
+    given to another one in between.
+    """
+    try:
+        fd = os.pidfd_open(holder.pid)
+    except (OSError, AttributeError):
+        return False
+    try:
+        if not holder.alive:
+            return False
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(fd, number)
+            return True
+        return False
+    finally:
+        os.close(fd)
+
+
+def put_request(folder: Path, fingerprint: str) -> None:
+    """Leave what the supervisor shall change to. Raises OSError."""
+    write_atomically(folder / REQUEST, fingerprint.encode(), mode=0o600)
+
+
+def take_request(folder: Path) -> str | None:
+    """Take what was left, None when there is nothing."""
+    path = folder / REQUEST
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+        path.unlink()
+    except (OSError, ValueError):
+        return None
+    return text or None
