@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from llama_phase import __version__
-from llama_phase.errors import LlamaPhaseError, UsageError
+from llama_phase.errors import LlamaPhaseError
 
 app = typer.Typer(
     name="llama-phase",
@@ -56,64 +56,6 @@ def build(
         print(remark, file=sys.stderr)
     for name in backends:
         build_engine(backend=name, stock=stock)
-
-
-@app.command()
-def serve(
-    model: Annotated[Path | None, typer.Argument(help="GGUF file; of a split model the first shard.")] = None,
-    upstream: Annotated[list[str] | None, typer.Argument(help="After `--`: flags for llama-server.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on [default: 127.0.0.1].")] = None,
-    port: Annotated[int | None, typer.Option(help="Port, 0 for any free one [default: 8080].")] = None,
-    ctx: Annotated[int | None, typer.Option(help="Context in tokens [default: the model's].")] = None,
-    ubatch: Annotated[int | None, typer.Option(help="Micro-batch of the decode phase [default: 512].")] = None,
-    batch: Annotated[int | None, typer.Option(help="Logical batch [default: fits the prefill].")] = None,
-    prefill_mode: Annotated[str | None, typer.Option(help="off, transaction, bypass [default: transaction].")] = None,
-    prefill_ubatch: Annotated[str | None, typer.Option(help="Of the prefill phase, or auto [default: 2048].")] = None,
-    prefill_min_tokens: Annotated[str | None, typer.Option(help="New tokens worth a switch [default: auto].")] = None,
-    slots: Annotated[str | None, typer.Option(help="Experts per layer on the GPU, or auto [default: 0].")] = None,
-    mtp: Annotated[str | None, typer.Option(help="MTP drafts: auto, off, or so many tokens [default: off].")] = None,
-    spec: Annotated[str | None, typer.Option(help="Other types of speculation, comma-separated.")] = None,
-    draft_device: Annotated[str | None, typer.Option(help="Device of a draft model (-md).")] = None,
-    backend: Annotated[str | None, typer.Option(help="cpu, cuda, auto [default: auto].")] = None,
-    log: Annotated[str | None, typer.Option(help="quiet, info, debug [default: info].")] = None,
-    grace: Annotated[int | None, typer.Option(help="Seconds a server may take to stop [default: 10].")] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="File with the API key (or LLAMA_PHASE_API_KEY).")] = None,
-) -> None:
-    """Serve a model until Ctrl-C.
-
-    Flags of llama-server go after `--`:  llama-phase serve model.gguf -- -ngl 99 --n-cpu-moe 40
-    """
-    from llama_phase.settings import Settings, read_api_key
-
-    if model is not None and str(model).startswith("-"):  # `serve -- -ngl 99`, the model comes from the environment
-        model, upstream = None, [str(model), *(upstream or [])]
-    if upstream and not upstream[0].startswith("-"):
-        raise UsageError(f"one model is served, and {upstream[0]!r} is one too many", fix="see `serve --help`")
-    settings = Settings.load(
-        model=model,
-        upstream=upstream or (),
-        host=host,
-        port=port,
-        ctx=ctx,
-        ubatch=ubatch,
-        batch=batch,
-        prefill_mode=prefill_mode,
-        prefill_ubatch=prefill_ubatch,
-        prefill_min_tokens=prefill_min_tokens,
-        expert_slots=slots,
-        mtp="0" if mtp == "off" else mtp,
-        spec=spec,
-        draft_device=draft_device,
-        backend=backend,
-        log=log,
-        grace_s=grace,
-        api_key=read_api_key(api_key_file) if api_key_file else None,
-    )
-    from rich.console import Console
-
-    from llama_phase.foreground import serve as serve_in_foreground
-
-    raise typer.Exit(serve_in_foreground(settings, Console(stderr=True)))
 
 
 @app.command()
@@ -244,11 +186,21 @@ def _print_table(rows: list[dict[str, object]]) -> None:
         print(textwrap.fill(str(row["meaning"]), width, initial_indent="    ", subsequent_indent="    "))
 
 
+def _mount() -> None:
+    from llama_phase import cli_detached, cli_serve
+
+    cli_serve.mount(app)
+    cli_detached.mount(app)
+
+
 def _fail(message: str, fix: str, code: int) -> int:
     print(f"error: {message}", file=sys.stderr)
     if fix:
         print(f"fix: {fix}", file=sys.stderr)
     return code
+
+
+_mount()
 
 
 def main() -> int:

@@ -73,6 +73,12 @@ class ServerCrash(LlamaPhaseError):
     exit_code = 10
 
 
+class AlreadyRunning(LlamaPhaseError):
+    """Another supervisor holds the folder."""
+
+    exit_code = 12
+
+
 class EngineUnusable(LlamaPhaseError):
     """The engine lost its compute buffers and cannot go on (leave of a transaction failed)."""
 

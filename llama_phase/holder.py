@@ -16,16 +16,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from llama_phase.errors import LlamaPhaseError, PortBusy
+from llama_phase.errors import AlreadyRunning, LlamaPhaseError, PortBusy
 from llama_phase.running_servers import birth_of, same_process
 
 FILE_NAME = "lock"
-
-
-class AlreadyRunning(LlamaPhaseError):
-    """Another supervisor holds the folder."""
-
-    exit_code = 12
 
 
 @dataclass(frozen=True)

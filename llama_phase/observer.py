@@ -59,7 +59,10 @@ class Observer(threading.Thread):
             beats = threading.Thread(target=self._watch, name="llama-phase-beats", daemon=True)
             beats.start()
             try:
-                self.events.put(Proved(self._probe(client, self._ubatch)))
+                proved = Proved(self._probe(client, self._ubatch))
+                with contextlib.suppress(RequestFailed):
+                    self.phase = client.phase(timeout_s=ANSWER_WITHIN_S)
+                self.events.put(proved)
             except LlamaPhaseError as error:
                 if not self._ended.is_set():
                     self.events.put(error)

@@ -11,17 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama_phase.client import Client, RequestFailed
-from llama_phase.errors import LlamaPhaseError
+from llama_phase.errors import ServerStartError
 
 _TEXT = "The quick brown fox jumps over the lazy dog. 0123456789 "
 _MORE = 8  # the server keeps the last 4 tokens of a prompt for a batch of their own
 _NO_COMPLETIONS = 501  # a server for embeddings or reranking
 
 
-class ProbeFailed(LlamaPhaseError):
+class ProbeFailed(ServerStartError):
     """The first prompt was not answered as a working server does. `kind` as in crash.KINDS."""
-
-    exit_code = 9
 
     def __init__(self, message: str, *, kind: str = "probe", fix: str = ""):
         super().__init__(message, fix=fix)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from engine_server import DECODE_UBATCH, PHASE_BIN, ROOT, STOCK_BIN, EngineServer, Fleet, phase_environment, server_args
+from fake_world import World
 
 MODELS_DIR = ROOT / "models"
 GEMMA = "gemma"
@@ -102,3 +103,10 @@ def prompt(fleet: Fleet) -> Callable[..., Sequence[int]]:
         return prose[seed][:n]
 
     return make
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    made = World(tmp_path, monkeypatch)
+    yield made
+    made.close()

@@ -1,20 +1,20 @@
 """A scripted llama-server: the same flags and routes, no model. What it does wrong is asked for in FAKE_* variables.
 
-    FAKE_LOAD_S=n          /health answers 503 for n seconds
-    FAKE_HANG=1            never becomes ready, does nothing at all
-    FAKE_EXIT=code[:line]  prints the line, ends with this code before it is ready
-    FAKE_SIGNAL=name       prints a line, ends by this signal before it is ready
-    FAKE_CRASH_AFTER=n     ends by SIGSEGV n seconds after it is ready
-    FAKE_EXIT_AFTER=code   ends with this code 0.7 s after it is ready
-    FAKE_FLOOD_MB=n        writes n MB of log before it is ready
-    FAKE_IGNORE_TERM=1     ignores SIGTERM
-    FAKE_GRANDCHILD=file   starts a child of its own, writes its pid to the file
-    FAKE_DUMP=file         writes argv and environment as JSON to the file
-    FAKE_STARTS=file       appends its argv as a line of JSON to the file
-    FAKE_ONLY_IF=word      all of the above misbehaviour only when the word is among its flags
-    FAKE_PROBE=what        the first prompt: rolled_back, refused, empty, stuck, or an exit code
-    FAKE_STUCK_AFTER=n     n seconds after it is ready /slots shows a busy slot without progress
-    FAKE_ANSWER_S=n        prompts after the first take n seconds
+FAKE_LOAD_S=n          /health answers 503 for n seconds
+FAKE_HANG=1            never becomes ready, does nothing at all
+FAKE_EXIT=code[:line]  prints the line, ends with this code before it is ready
+FAKE_SIGNAL=name       prints a line, ends by this signal before it is ready
+FAKE_CRASH_AFTER=n     ends by SIGSEGV n seconds after it is ready
+FAKE_EXIT_AFTER=code   ends with this code 0.7 s after it is ready
+FAKE_FLOOD_MB=n        writes n MB of log before it is ready
+FAKE_IGNORE_TERM=1     ignores SIGTERM
+FAKE_GRANDCHILD=file   starts a child of its own, writes its pid to the file
+FAKE_DUMP=file         writes argv and environment as JSON to the file
+FAKE_STARTS=file       appends its argv as a line of JSON to the file
+FAKE_ONLY_IF=word      all of the above misbehaviour only when the word is among its flags
+FAKE_PROBE=what        the first prompt: rolled_back, refused, empty, stuck, or an exit code
+FAKE_STUCK_AFTER=n     n seconds after it is ready /slots shows a busy slot without progress
+FAKE_ANSWER_S=n        prompts after the first take n seconds
 """
 
 from __future__ import annotations

@@ -1,0 +1,234 @@
+"""A supervisor in the background: started, stopped, looked at from another process, by way of its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from llama_phase.errors import AlreadyRunning, LlamaPhaseError, ServerStartError
+from llama_phase.holder import Holder, read_holder
+from llama_phase.instance import CHANGE_SIGNAL, SUPERVISOR_LOG, folder_of, put_request, signal_holder
+from llama_phase.journal import Journal, Record
+from llama_phase.server_log import LogTail, read_tail
+from llama_phase.settings import Settings
+from llama_phase.supervisor_status import SupervisorStatus, read_status
+
+LOOK_S = 0.1
+LOG_BYTES = 1 << 20  # of supervisor.log, beyond which a new one is begun
+KILL_AFTER_S = 5.0
+
+Say = Callable[[str], None]
+
+
+def start(settings: Settings, words: Sequence[str], say: Say) -> None:
+    """Start `serve` with these words in a session of its own, and wait until it is ready.
+
+    Raises AlreadyRunning, or the supervisor's own failure with its exit code. An interrupted wait leaves it loading.
+    """
+    folder = folder_of(settings)
+    holder = read_holder(folder)
+    if holder is not None:
+        raise AlreadyRunning(
+            f"a supervisor already runs in {folder}: pid {holder.pid}, serving {holder.model}",
+            fix="stop it with `llama-phase down`, or see `llama-phase status`",
+        )
+    log = _open_log(folder)
+    with log.open("ab") as out:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "llama_phase.cli", "serve", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    say(f"supervisor started (pid {child.pid}), log: {log}")
+    try:
+        _wait_ready(child, folder, log, say)
+    except KeyboardInterrupt:
+        say("still starting in the background; `llama-phase status --watch` shows it, `llama-phase down` ends it")
+        raise
+
+
+def _wait_ready(child: subprocess.Popen[bytes], folder: Path, log: Path, say: Say) -> None:
+    said = ""
+    while True:
+        code = child.poll()
+        status = read_status(folder)
+        mine = status is not None and status.supervisor_pid == child.pid
+        if code is not None:
+            if mine and status is not None and status.failure is not None:
+                raise ServerStartError(status.failure.text + _quote(status), fix=status.failure.fix, exit_code=code)
+            last = [line for line in read_tail(log) if line.startswith(("error: ", "fix: "))][-2:]
+            text = next((line[7:] for line in last if line.startswith("error: ")), f"exit code {code}")
+            fix = next((line[5:] for line in last if line.startswith("fix: ")), f"the whole log is {log}")
+            raise ServerStartError(text, fix=fix, exit_code=code if code > 0 else 1)
+        if mine and status is not None:
+            line = summary(status)[0]
+            if status.state != "ready" and line != said:
+                said = line
+                say(line)
+            if status.state == "ready":
+                for line in summary(status):
+                    say(line)
+                return
+        time.sleep(LOOK_S)
+
+
+def stop(folder: Path, say: Say, *, at_once: bool = False) -> bool:
+    """Stop the supervisor of `folder` and wait for its end; False when none runs. A second Ctrl-C stops at once."""
+    holder = read_holder(folder)
+    if holder is None or not signal_holder(holder, signal.SIGTERM):
+        return False
+    say(f"stopping {holder.model} (supervisor pid {holder.pid})")
+    if at_once:
+        signal_holder(holder, signal.SIGTERM)
+    try:
+        _wait_gone(holder, KILL_AFTER_S if at_once else None)
+    except KeyboardInterrupt:
+        signal_holder(holder, signal.SIGTERM)
+        _wait_gone(holder, KILL_AFTER_S)
+    if holder.alive:  # its server dies with it
+        signal_holder(holder, signal.SIGKILL)
+        _wait_gone(holder, None)
+    return True
+
+
+def _wait_gone(holder: Holder, limit_s: float | None) -> None:
+    end_s = None if limit_s is None else time.monotonic() + limit_s
+    while holder.alive and (end_s is None or time.monotonic() < end_s):
+        time.sleep(LOOK_S)
+
+
+def look(folder: Path) -> SupervisorStatus | None:
+    """The status as it is now: a supervisor that was killed cannot write that it is gone."""
+    status = read_status(folder)
+    if status is None or status.exit_code is not None or read_holder(folder) is not None:
+        return status
+    if status.state in ("stopped", "failed"):
+        return status
+    note = f"the supervisor (pid {status.supervisor_pid}) is gone without a word: it was killed, or the machine stopped"
+    return replace(status, state="stopped", server_pid=None, restart_at_s=None, notes=(*status.notes, note))
+
+
+def summary(status: SupervisorStatus) -> list[str]:
+    """What a person wants to know, the state first."""
+    now_s = time.time()
+    first = f"{status.state}: {status.model}"
+    if status.state == "ready":
+        first += f" at {status.url}"
+    elif status.restart_at_s is not None:
+        first += f", waiting {max(0.0, status.restart_at_s - now_s):.0f} s for the next attempt"
+    elif status.state == "starting":
+        first += ", first prompt" if status.load_s is not None else ", loading"
+    lines = [first, f"  for {_duration(now_s - status.since_s)}, configuration {status.configuration}"]
+    if status.server_pid:
+        lines.append(f"  supervisor pid {status.supervisor_pid}, server pid {status.server_pid}, log {status.log}")
+    if status.load_s is not None and status.state == "ready":
+        probe = "" if status.probe_s is None else f", the first prompt took {status.probe_s:.1f} s"
+        lines.append(f"  loaded in {status.load_s:.1f} s{probe}")
+    if status.restarts:
+        reasons = ", ".join(f"{kind} {count}" for kind, count in sorted(status.restarts_by_reason.items()))
+        lines.append(f"  restarts: {status.restarts} ({reasons})")
+    if status.rolled_back:
+        back = status.rolled_back
+        lines.append(f"  ROLLED BACK from {back.failed} to {back.serving}, {_ago(now_s, back.at_s)}: {back.reason}")
+    if status.failure:
+        failure = status.failure
+        code = "" if failure.returncode is None else f", status {failure.returncode}"
+        lines.append(f"  last failure: {failure.kind}{code}, {_ago(now_s, failure.at_s)}: {failure.text}")
+        lines += [f"    | {line}" for line in failure.log_lines]
+        lines.append(f"    fix: {failure.fix}")
+    return lines + [f"  {note}" for note in status.notes]
+
+
+def follow(folder: Path, n_lines: int, on: bool, *, supervisor: bool = False) -> Iterator[str]:
+    """The last lines of the server's log (or the supervisor's own); with `on` those to come, across restarts.
+
+    Raises LlamaPhaseError when there is no log.
+    """
+    path = _log_of(folder, supervisor)
+    if path is None or not path.exists():
+        raise LlamaPhaseError(f"there is no log yet in {folder}", fix="`llama-phase status` says what is going on")
+    tail = LogTail(path)
+    yield from tail.read(16 << 20)[-n_lines:] if n_lines else tail.read(16 << 20)[:0]
+    while on:
+        yield from tail.read()
+        now = _log_of(folder, supervisor)
+        if now is not None and now != tail.path and now.exists():
+            yield from tail.read()
+            tail = LogTail(now)
+            yield f"--- {now}"
+        time.sleep(LOOK_S)
+
+
+def roll_back(folder: Path, number: int | None, say: Say) -> Record:
+    """Have the running supervisor serve an earlier configuration: record `number`, or the newest good one that is not
+    served now. Returns when it took the request. Raises LlamaPhaseError."""
+    status, holder = look(folder), read_holder(folder)
+    good = Journal(folder / "served").good()
+    if number is not None:
+        found = [record for record in good if record.number == number]
+        if not found:
+            raise LlamaPhaseError(f"there is no configuration {number}", fix="see `llama-phase rollback --list`")
+    else:
+        found = [item for item in good if status is None or item.configuration.fingerprint != status.configuration]
+        if not found:
+            raise LlamaPhaseError(
+                "no other configuration has served yet, so there is nothing to go back to",
+                fix="see `llama-phase rollback --list`",
+            )
+    if holder is None:
+        raise LlamaPhaseError(f"no supervisor runs in {folder}", fix="start one first: `llama-phase up MODEL`")
+    record = found[0]
+    if status is not None and status.configuration == record.configuration.fingerprint:
+        say(f"configuration {record.configuration.fingerprint} is served already")
+        return record
+    put_request(folder, record.configuration.fingerprint)
+    signal_holder(holder, CHANGE_SIGNAL)
+    say(f"changing to configuration {record.configuration.fingerprint} ({record.configuration.model})")
+    return record
+
+
+def _log_of(folder: Path, supervisor: bool) -> Path | None:
+    if supervisor:
+        return folder / SUPERVISOR_LOG
+    status = read_status(folder)
+    return Path(status.log) if status is not None and status.log else None
+
+
+def _open_log(folder: Path) -> Path:
+    path = folder / SUPERVISOR_LOG
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_size > LOG_BYTES:
+                path.replace(path.with_suffix(".old.log"))
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise LlamaPhaseError(
+            f"cannot write in {folder}: {error.strerror}",
+            fix="free or allow it, or name another folder with LLAMA_PHASE_STATE_DIR",
+        ) from None
+    return path
+
+
+def _quote(status: SupervisorStatus) -> str:
+    return "".join(f"\n  | {line}" for line in status.failure.log_lines) if status.failure else ""
+
+
+def _duration(seconds: float) -> str:
+    seconds = max(0.0, seconds)
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _ago(now_s: float, then_s: float) -> str:
+    return f"{_duration(now_s - then_s)} ago"
