@@ -91,7 +91,9 @@ class Lock:
 
 
 def _already_running(folder: Path, holder: Holder | None) -> AlreadyRunning:
-    who = f"pid {holder.pid}, serving {holder.model} on port {holder.port}" if holder else "another process"
+    who = "another process"
+    if holder:
+        who = f"pid {holder.pid}, serving {holder.model}" + (f" on port {holder.port}" if holder.port else "")
     return AlreadyRunning(
         f"a supervisor already runs in {folder}: {who}",
         fix="stop it with `llama-phase down`, or give this one its own LLAMA_PHASE_STATE_DIR",

@@ -8,6 +8,7 @@ after a stop at any byte, and a damaged record costs itself only.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -20,7 +21,8 @@ from typing import Any
 from llama_phase.configuration import Configuration
 from llama_phase.durable_file import TEMPORARY, Disk, RealDisk, write_durably
 
-KEEP = 16  # records; the newest good configuration is kept beyond them
+KEEP = 16  # records, and beyond them
+KEEP_GOOD = 4  # configurations
 _NAME = re.compile(r"(\d{6,})-(ok|bad)\.json")
 
 
@@ -85,12 +87,13 @@ class Journal:
         text = json.dumps(body, sort_keys=True)
         content = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "record": body}, sort_keys=True)
         write_durably(self.folder / f"{number:06}-{verdict}.json", content.encode() + b"\n", self._disk)
-        self._prune()
+        with contextlib.suppress(OSError):  # it is written, and the next one prunes as well
+            self._prune()
 
     def _prune(self) -> None:
         records = self.records()
         kept = {record.number for record in records[-KEEP:]}
-        kept.update(record.number for record in self.good()[:1])
+        kept.update(record.number for record in self.good()[:KEEP_GOOD])
         # a `bad` record may go only after every older `ok` of the same configuration: oldest first does that
         for path in sorted(self.folder.iterdir()):
             match = _NAME.fullmatch(path.name)
