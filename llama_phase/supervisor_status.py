@@ -77,7 +77,7 @@ class SupervisorStatus:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return asdict(self)
+        return json.loads(json.dumps(asdict(self)))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SupervisorStatus:

@@ -1,0 +1,264 @@
+"""`up`, `down`, `status`, `logs`, `rollback` and the locks, as a user meets them: real commands, a scripted server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from fake_world import SOON_S, World, gone, until
+
+from llama_phase.errors import AlreadyRunning, LlamaPhaseError, PortBusy, UsageError
+from llama_phase.holder import Holder, Lock, read_holder
+from llama_phase.instance import find_folder, put_request, signal_holder, take_request
+from llama_phase.port import free_port
+from llama_phase.running_servers import birth_of
+from llama_phase.supervisor_status import SupervisorStatus, read_status, write_status
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "llama_phase.cli", *words]
+    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=60)
+
+
+class Detached:
+    """A folder whose supervisor is stopped after the test."""
+
+    def __init__(self, world: World):
+        self.world = world
+        self.folder = world.folder / "state"
+
+    def up(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return command("up", str(self.world.model), "--port", "0", *words)
+
+    @property
+    def status(self) -> SupervisorStatus:
+        return read_status(self.folder) or SupervisorStatus()
+
+
+@pytest.fixture
+def detached(world: World) -> Iterator[Detached]:
+    it = Detached(world)
+    yield it
+    holder = read_holder(it.folder)
+    if holder is not None:
+        command("down", "--now")
+    assert read_holder(it.folder) is None
+
+
+def test_up_status_logs_down(world: World, detached: Detached) -> None:
+    done = detached.up()
+    assert done.returncode == 0 and "ready: model.gguf at http://127.0.0.1:" in done.stderr, done.stderr
+    status = command("status", "--json")
+    seen = json.loads(status.stdout)
+    assert status.returncode == 0 and seen["state"] == "ready" and seen["server_pid"] == world.child_pid()
+    assert "ready: model.gguf" in command("status").stdout
+    assert "fake: listening" in command("logs").stdout
+    assert "ready: " in command("logs", "--supervisor").stdout
+    parent = psutil.Process(seen["supervisor_pid"])
+    assert os.getsid(parent.pid) == parent.pid, "closing the terminal does not reach it"
+    again = detached.up()
+    assert again.returncode == AlreadyRunning.exit_code and str(parent.pid) in again.stderr
+    served = command("serve", str(world.model), "--port", "0")
+    assert served.returncode == AlreadyRunning.exit_code and str(parent.pid) in served.stderr
+    down = command("down")
+    assert down.returncode == 0 and "stopped" in down.stderr, down.stderr
+    assert gone(parent.pid) and gone(world.child_pid())
+    assert "cleaning up before exit" in world.logs(), "asked, not killed"
+    after = command("status", "--json")
+    assert after.returncode == 1 and json.loads(after.stdout)["state"] == "stopped"
+    assert json.loads(after.stdout)["exit_code"] == 143
+    assert command("down").returncode == 0 and "nothing runs" in command("down").stderr
+
+
+def test_up_ends_as_the_supervisor_does_with_its_reason(world: World, detached: Detached) -> None:
+    world.set("FAKE_EXIT", "1:error: invalid argument: --no-such-flag")
+    done = detached.up()
+    assert done.returncode == 9 and "exit code 1" in done.stderr and "--no-such-flag" in done.stderr
+    assert "fix: llama-server knows no flag" in done.stderr and "Traceback" not in done.stderr
+    status = command("status")
+    assert status.returncode == 1 and "failed: model.gguf" in status.stdout and "bad_flag" in status.stdout
+
+
+def test_up_refuses_a_wrong_setting_before_anything_starts(world: World, detached: Detached) -> None:
+    done = detached.up("--prefill-mode", "sometimes")
+    assert done.returncode == 2 and not detached.folder.exists()
+
+
+def test_l18_a_supervisor_that_was_killed_is_told_from_one_that_was_stopped(world: World, detached: Detached) -> None:
+    assert detached.up().returncode == 0
+    pid = detached.status.supervisor_pid
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: gone(pid) and gone(world.child_pid()), "the server died with its supervisor")
+    status = command("status")
+    assert status.returncode == 1 and "stopped" in status.stdout and "gone without a word" in status.stdout
+    world.dump.unlink()
+    assert detached.up().returncode == 0, "and it starts again"
+
+
+def test_ctrl_c_in_up_leaves_it_starting(world: World, detached: Detached) -> None:
+    world.set("FAKE_LOAD_S", "600")
+    line = [sys.executable, "-m", "llama_phase.cli", "up", str(world.model), "--port", "0"]
+    with (world.folder / "said").open("w") as out:
+        process = subprocess.Popen(line, stderr=out, stdout=out)
+    until(lambda: detached.status.server_pid, "loading")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(SOON_S) == 130
+    assert "llama-phase down" in (world.folder / "said").read_text()
+    assert read_holder(detached.folder) is not None and command("status").returncode == 1
+    assert command("down").returncode == 0 and gone(world.child_pid())
+
+
+def test_down_now_ends_a_stubborn_one(world: World, detached: Detached) -> None:
+    world.set("FAKE_IGNORE_TERM", "1")
+    assert detached.up("--grace", "600").returncode == 0
+    assert command("down", "--now").returncode == 0
+    assert gone(world.child_pid())
+
+
+def test_rollback_by_hand(world: World, detached: Detached) -> None:
+    assert command("rollback").returncode == 1 and "no supervisor was ever started" in command("status").stderr
+    assert detached.up("--ctx", "4096").returncode == 0
+    answered = command("rollback")
+    assert answered.returncode == 1 and "nothing to go back to" in answered.stderr
+    _ask(detached)
+    assert command("down").returncode == 0
+    first = detached.status.configuration
+    assert detached.up("--ctx", "8192").returncode == 0
+    _ask(detached)
+    listed = command("rollback", "--list")
+    assert listed.returncode == 0 and "ctx: 4096 -> 8192" in listed.stdout and first in listed.stdout
+    assert command("rollback", "--to", "99").returncode == 1
+    assert command("rollback").returncode == 0
+    until(lambda: detached.status.configuration == first and detached.status.state == "ready", "the first is back")
+    assert "ROLLED BACK" in command("status").stdout
+
+
+def _ask(detached: Detached) -> None:
+    from llama_phase.client import Client
+    from llama_phase.journal import Journal
+
+    with Client(detached.status.url) as client:
+        client.completion([1, 2])
+    fingerprint = detached.status.configuration
+    journal = Journal(detached.folder / "served")
+    until(lambda: any(r.configuration.fingerprint == fingerprint for r in journal.good()), "noted as good")
+
+
+def test_status_watch_ends_with_ctrl_c_and_follows_the_state(world: World, detached: Detached) -> None:
+    assert detached.up().returncode == 0
+    with (world.folder / "watched").open("w") as out:
+        line = [sys.executable, "-m", "llama_phase.cli", "status", "--watch"]
+        process = subprocess.Popen(line, stdout=out)
+    try:
+        until(lambda: "ready" in (world.folder / "watched").read_text(), "shown")
+        assert command("down").returncode == 0
+        until(lambda: "stopped" in (world.folder / "watched").read_text(), "the change is shown")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SOON_S) == 130
+    finally:
+        process.kill()
+        process.wait()
+
+
+# --- locks ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_supervisor_per_folder_and_per_address(tmp_path: Path) -> None:
+    port = free_port("127.0.0.1")
+    one, same_folder, same_port = Lock(tmp_path / "a"), Lock(tmp_path / "a"), Lock(tmp_path / "b")
+    one.take("m.gguf", ["127.0.0.1"], port)
+    with pytest.raises(AlreadyRunning) as caught:
+        same_folder.take("n.gguf", ["127.0.0.1"], port + 1)
+    assert str(os.getpid()) in str(caught.value) and "m.gguf" in str(caught.value)
+    with pytest.raises(PortBusy) as busy:
+        same_port.take("n.gguf", ["127.0.0.1"], port)
+    assert str(os.getpid()) in str(busy.value)
+    assert same_port._fd is None, "nothing is kept of what could not be taken whole"
+    one.release()
+    one.release()
+    same_port.take("n.gguf", ["127.0.0.1"], port)
+    same_port.release()
+
+
+def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom llama_phase.holder import Lock\n"
+        "lock = Lock(Path(sys.argv[1])); lock.take('m', ['127.0.0.1'], int(sys.argv[2]))\n"
+        "print('taken', flush=True); time.sleep(600)\n"
+    )
+    port = str(free_port("127.0.0.1"))
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), port], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout and process.stdout.readline() == "taken\n"
+        holder = read_holder(tmp_path)
+        assert holder is not None and holder.pid == process.pid
+        with pytest.raises(AlreadyRunning):
+            Lock(tmp_path).take("m", [], 0)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout and process.stdout.close()
+    assert read_holder(tmp_path) is None
+    lock = Lock(tmp_path)
+    lock.take("m", ["127.0.0.1"], int(port))
+    lock.release()
+
+
+def test_l4_a_reused_pid_is_not_signalled(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        birth_s = birth_of(process.pid) or 0.0
+        assert not signal_holder(Holder(process.pid, birth_s - 5.0), signal.SIGKILL)
+        (tmp_path / "lock").write_text(json.dumps({"pid": process.pid, "birth_s": birth_s - 5.0}))
+        assert read_holder(tmp_path) is None, "a stale lock file names nobody"
+        time.sleep(0.1)
+        assert process.poll() is None
+        assert signal_holder(Holder(process.pid, birth_s), signal.SIGKILL)
+        assert process.wait(SOON_S) == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait()
+    assert not signal_holder(Holder(process.pid, birth_s), signal.SIGTERM)
+
+
+def test_which_supervisor_is_meant(tmp_path: Path) -> None:
+    with pytest.raises(LlamaPhaseError, match="ever started"):
+        find_folder(tmp_path, False, None)
+    for name in ("port-1", "port-2"):
+        write_status(tmp_path / name, SupervisorStatus(model=name))
+    os.utime(tmp_path / "port-1" / "status.json", (2e9, 2e9))
+    assert find_folder(tmp_path, False, None).name == "port-1", "none runs: the last one"
+    assert find_folder(tmp_path, False, 2).name == "port-2"
+    locks = [Lock(tmp_path / name) for name in ("port-1", "port-2")]
+    try:
+        locks[1].take("m", [], 0)
+        assert find_folder(tmp_path, False, None).name == "port-2", "the only one that runs"
+        locks[0].take("m", [], 0)
+        with pytest.raises(UsageError, match="ports 1, 2"):
+            find_folder(tmp_path, False, None)
+    finally:
+        for lock in locks:
+            lock.release()
+    write_status(tmp_path, SupervisorStatus())
+    assert find_folder(tmp_path, True, 7) == tmp_path
+
+
+def test_requests_and_statuses_that_make_no_sense_are_nothing(tmp_path: Path) -> None:
+    assert take_request(tmp_path) is None
+    put_request(tmp_path, "abc")
+    assert take_request(tmp_path) == "abc" and take_request(tmp_path) is None
+    (tmp_path / "request").write_bytes(b"\xff\xfe")
+    assert take_request(tmp_path) is None
+    for text in ("", "[]", "null", '{"failure": 3}', '{"rolled_back": {"x": 1}}'):
+        (tmp_path / "status.json").write_text(text)
+        assert read_status(tmp_path) is None
+    (tmp_path / "status.json").write_text('{"state": "ready", "of_a_later_version": 1}')
+    assert read_status(tmp_path) == SupervisorStatus(state="ready")
