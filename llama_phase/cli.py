@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from llama_phase import __version__
+from llama_phase import __version__, cli_config, cli_detached, cli_serve
 from llama_phase.errors import LlamaPhaseError
 
 app = typer.Typer(
@@ -80,6 +80,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Say what a model will need, before it is loaded. Exit code 1: it does not fit."""
+    from llama_phase.config_file import config_files
     from llama_phase.gguf_facts import read_facts
     from llama_phase.given_machine import read_machine, with_given
     from llama_phase.hardware import probe
@@ -89,7 +90,9 @@ def plan(
     from llama_phase.plan_text import lines
     from llama_phase.settings import Settings
 
-    settings = Settings.load(model=model, ctx=ctx, expert_slots=slots, ubatch=ubatch, prefill_ubatch=prefill_ubatch)
+    settings = Settings.load(
+        model=model, files=config_files(), ctx=ctx, expert_slots=slots, ubatch=ubatch, prefill_ubatch=prefill_ubatch
+    )
     about = read_facts(model)
     machine = with_given(read_machine(facts) if facts else probe(), vram=vram, ram=ram, pcie=pcie)
     report = Report(about, machine, make_plan(about, machine, Choices.of(settings, about)))
@@ -107,12 +110,13 @@ def doctor(
     """Check machine, engine and model, changing nothing. Exit code 1: there is a problem."""
     from dataclasses import asdict
 
+    from llama_phase.config_file import config_files
     from llama_phase.doctor import examine, exit_code
     from llama_phase.hardware import probe, to_json
     from llama_phase.settings import Settings
 
-    named = model or (Path(os.environ["LLAMA_PHASE_MODEL"]) if os.environ.get("LLAMA_PHASE_MODEL") else None)
-    settings = Settings.load(model=named or Path(), port=port)
+    settings = Settings.load(model=model, files=config_files(), model_needed=False, port=port)
+    named = settings.model if settings.source("model") != "default" else None
     machine = probe()
     if record is not None:
         try:
@@ -140,9 +144,10 @@ def doctor(
 @app.command()
 def env(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
     """Show every LLAMA_PHASE_* variable, its value for `serve`, and where that comes from."""
+    from llama_phase.config_file import config_files
     from llama_phase.env import describe, scan
 
-    rows = describe()
+    rows = describe(files=config_files())
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
@@ -186,13 +191,6 @@ def _print_table(rows: list[dict[str, object]]) -> None:
         print(textwrap.fill(str(row["meaning"]), width, initial_indent="    ", subsequent_indent="    "))
 
 
-def _mount() -> None:
-    from llama_phase import cli_detached, cli_serve
-
-    cli_serve.mount(app)
-    cli_detached.mount(app)
-
-
 def _fail(message: str, fix: str, code: int) -> int:
     print(f"error: {message}", file=sys.stderr)
     if fix:
@@ -200,7 +198,10 @@ def _fail(message: str, fix: str, code: int) -> int:
     return code
 
 
-_mount()
+cli_serve.mount(app)
+cli_detached.mount(app)
+app.add_typer(cli_config.config, name="config")
+app.add_typer(cli_config.systemd, name="systemd")
 
 
 def main() -> int:

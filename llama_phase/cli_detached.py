@@ -136,10 +136,11 @@ def _watch(text: object, as_json: bool) -> None:
 
 
 def _folder(port: int | None) -> Path:
+    from llama_phase.config_file import config_files
     from llama_phase.instance import find_folder
     from llama_phase.settings import Settings
 
-    settings = Settings.load(model=Path(), port=port)
+    settings = Settings.load(files=config_files(), model_needed=False, port=port)
     named = None if settings.source("port") == "default" else settings.port
     return find_folder(settings.state_path, settings.state_dir is not None, named)
 

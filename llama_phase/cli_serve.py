@@ -72,6 +72,7 @@ def load_settings(
     **flags: Any,
 ) -> Settings:
     """The settings that these options and the environment ask for. Raises UsageError."""
+    from llama_phase.config_file import config_files
     from llama_phase.settings import Settings, read_api_key
 
     if model is not None and str(model).startswith("-"):  # `serve -- -ngl 99`, the model comes from the environment
@@ -81,6 +82,7 @@ def load_settings(
     return Settings.load(
         model=model,
         upstream=upstream or (),
+        files=config_files(),
         expert_slots=slots,
         grace_s=grace,
         api_key=read_api_key(api_key_file) if api_key_file else None,

@@ -8,10 +8,11 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
+from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llama_phase.errors import UsageError
@@ -75,8 +76,11 @@ class Variable:
             return f"{self.min} to {self.max}, or several separated by commas"
         return "0/1, on/off, true/false" if self.kind == "bool" else "text"
 
-    def check(self, text: str) -> None:
-        """Raise UsageError unless `text` is an accepted value. Empty is unset, so it passes."""
+    def check(self, text: str, *, shown: str = "") -> None:
+        """Raise UsageError, which names `shown` (default: the variable), unless `text` is an accepted value.
+
+        Empty is unset, so it passes.
+        """
         if not text or self.kind == "text":
             return
         if self.kind == "choice":
@@ -88,8 +92,9 @@ class Variable:
         else:
             good = self._in_range(text) or (self.kind == "int_or_auto" and text == "auto")
         if not good:
-            shown = "a value" if self.secret else repr(text)
-            raise UsageError(f"{self.name} does not accept {shown}", fix=f"set it to {self.accepted}, or unset it")
+            value = "a value" if self.secret else repr(text)
+            where = shown or self.name
+            raise UsageError(f"{where} does not accept {value}", fix=f"set it to {self.accepted}, or unset it")
 
     def _in_range(self, text: str) -> bool:
         return text.isascii() and text.isdigit() and self.min <= int(text) <= self.max
@@ -102,7 +107,7 @@ def registry() -> dict[str, Variable]:
         import tomllib
     else:
         import tomli as tomllib
-    rows = tomllib.loads(files("llama_phase").joinpath("env.toml").read_text(encoding="utf-8"))["variable"]
+    rows = tomllib.loads(resources.files("llama_phase").joinpath("env.toml").read_text(encoding="utf-8"))["variable"]
     known = Variable.__dataclass_fields__
     variables = [
         Variable(**{key: tuple(value) if key == "choices" else value for key, value in row.items() if key in known})
@@ -146,21 +151,8 @@ def child_environment(settings: Settings, base: Mapping[str, str] | None = None)
     switches them on, or that a flag of ours replaces; plus the engine's variables that differ from their default.
     With PREFILL_MODE off and nothing else set none of the engine's is passed, so the engine is stock.
     """
-    from llama_phase.settings import UPSTREAM_ENVIRONMENT
-
     base = os.environ if base is None else base
-    replaced = set(UPSTREAM_ENVIRONMENT.values())
-    child: dict[str, str] = {}
-    for name, value in base.items():
-        if name.upper().startswith(PREFIX) or name in replaced:
-            continue
-        if name.startswith(UPSTREAM_PREFIXES):
-            if not value and name not in EMPTY_IS_A_VALUE:
-                continue
-            presence = name in PRESENCE_MEANS_ON or name.startswith("LLAMA_ARG_NO_")
-            if presence and value.strip().lower() in FALSE_WORDS:
-                continue
-        child[name] = value
+    child = {name: value for name, value in base.items() if not left_out(name, value)}
     child.update(engine_variables(settings, base))
     if settings.api_key is not None:
         # readable by the same user only, unlike argv; nothing to remove after a kill, unlike a file
@@ -168,31 +160,54 @@ def child_environment(settings: Settings, base: Mapping[str, str] | None = None)
     return child
 
 
+def left_out(name: str, value: str) -> str:
+    """Why a variable of ours is not handed on to the server; empty when it is."""
+    from llama_phase.settings import UPSTREAM_ENVIRONMENT
+
+    if name.upper().startswith(PREFIX):
+        return "read by llama-phase, handed on only where it is the engine's and not the default"
+    if name in UPSTREAM_ENVIRONMENT.values():
+        return "handed on as a flag"
+    if not name.startswith(UPSTREAM_PREFIXES):
+        return ""
+    if not value and name not in EMPTY_IS_A_VALUE:
+        return "empty, so unset"
+    presence = name in PRESENCE_MEANS_ON or name.startswith("LLAMA_ARG_NO_")
+    if presence and value.strip().lower() in FALSE_WORDS:
+        return "off, and llama.cpp takes its mere presence for on"
+    return ""
+
+
 def engine_variables(settings: Settings, base: Mapping[str, str]) -> dict[str, str]:
-    """The LLAMA_PHASE_* variables the engine is given: settings first, then what `base` says of the others."""
+    """The LLAMA_PHASE_* variables the engine is given: settings first, then what `base` and the files say of others."""
     chosen: dict[str, str] = {}
     for variable in registry().values():
         if variable.scope != "engine":
             continue
-        value = str(getattr(settings, variable.field, base.get(variable.name, "")))
+        other = base.get(variable.name) or settings.from_file(variable.field)
+        value = str(getattr(settings, variable.field, other))
         if value and value != variable.default:
             chosen[variable.name] = value
     return chosen
 
 
-def describe(base: Mapping[str, str] | None = None) -> list[dict[str, object]]:
+def describe(base: Mapping[str, str] | None = None, files: Iterable[Path] = ()) -> list[dict[str, object]]:
     """One row per variable for `llama-phase env`: name, scope, meaning, accepted, default, value, source.
 
-    `value` is what `llama-phase serve` would use; secrets are shown as `(set)`.
+    `value` is what `llama-phase serve` would use with these configuration files; secrets are shown as `(set)`.
     """
+    from llama_phase.config_file import read_files
     from llama_phase.settings import Settings
 
     base = os.environ if base is None else base
+    in_files = read_files(files, Settings.model_fields)
     rows: list[dict[str, object]] = []
     for variable in registry().values():
         text = base.get(variable.name, "")
         if text:
             value, source = text, "environment"
+        elif variable.field in in_files:
+            value, source = str(in_files[variable.field].value), in_files[variable.field].source
         else:
             field = Settings.model_fields.get(variable.field)
             default = variable.default if field is None or field.is_required() else field.default

@@ -1,23 +1,26 @@
 """Every option of `llama-phase serve`: one frozen object, each value of which knows where it came from.
 
 Precedence: flags (ours, or upstream's after ``--``) > LLAMA_PHASE_* > the LLAMA_ARG_* variable of the same meaning >
-default. A flag given twice with different values is refused, never resolved by order.
+the files given (see config_file) > default. A flag given twice with different values is refused, never resolved by
+order. Flags of llama-server in a file that are no settings come before those after ``--``: the last one counts there.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from llama_phase.config_file import read_files
 from llama_phase.env import PREFIX, scan
 from llama_phase.errors import UsageError
 from llama_phase.plan_ubatch import UBATCHES
-from llama_phase.upstream_flags import API_KEY_FILE, API_PREFIX, SSL_CERT, flag_value, split_upstream
+from llama_phase.upstream_flags import API_KEY_FILE, API_PREFIX, SLOT_SAVE_PATH, SSL_CERT, flag_value, split_upstream
 
 # Variables of llama-server that mean the same as a setting of ours. They are read here and kept from the child, to
 # which the setting goes as a flag.
@@ -70,15 +73,28 @@ class Settings(BaseSettings):
     restarts: Annotated[int, Field(ge=0, le=1000)] = 5
     rollback: bool = True
     state_dir: Path | None = None
+    keep_conversations: bool = False
+    conversations_every_s: Annotated[int, Field(ge=0, le=86400)] = 300
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     backend: Literal["auto", "cpu", "cuda"] = "auto"
     server_binary: Path | None = None
     upstream: tuple[str, ...] = ()
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+    _others: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @classmethod
-    def load(cls, *, upstream: tuple[str, ...] | list[str] = (), **flags: Any) -> Settings:
-        """Merge flags (None: not given), upstream's flags, environment and defaults.
+    def load(
+        cls,
+        *,
+        upstream: tuple[str, ...] | list[str] = (),
+        files: Iterable[Path] = (),
+        model_needed: bool = True,
+        **flags: Any,
+    ) -> Settings:
+        """Merge flags (None: not given), upstream's flags, environment, files (strongest first) and defaults.
+
+        Without `model_needed` a model that nobody names is an empty path.
 
         Raises UsageError for an unknown keyword or variable (with the nearest name), an invalid value, a value given
         twice, and a logical batch smaller than the prefill micro-batch.
@@ -99,6 +115,14 @@ class Settings(BaseSettings):
                 )
             given[name] = text
             sources[name] = f"upstream flag {flag}"
+        in_files = read_files(files, cls.model_fields)
+        if "upstream" in in_files:
+            words, sources["upstream"] = in_files.pop("upstream")
+            if rest:
+                sources["upstream"] += ", then upstream flags"
+            rest = (*words, *rest)
+        elif rest:
+            sources["upstream"] = "upstream flags"
         for name in cls.model_fields:
             if name in given:
                 continue
@@ -108,18 +132,27 @@ class Settings(BaseSettings):
             elif os.environ.get(other):
                 given[name] = os.environ[other]
                 sources[name] = f"environment {other}"
+            elif name in in_files:
+                given[name], sources[name] = in_files[name]
+        if not model_needed and "model" not in sources:
+            given["model"] = Path()
         try:
             settings = cls(upstream=rest, **given)
         except ValidationError as error:
             raise _usage_error(error, sources) from None
         settings._sources.update(sources)
+        settings._others.update((k, str(v.value)) for k, v in in_files.items() if k not in cls.model_fields)
         settings._check_batches()
         settings._check_hosts()
         return settings
 
     def source(self, name: str) -> str:
-        """Where the value of a setting came from: flag, upstream flag -b, environment NAME, or default."""
+        """Where the value of a setting came from: flag, upstream flag -b, environment NAME, file PATH, or default."""
         return self._sources.get(name, "default")
+
+    def from_file(self, name: str) -> str:
+        """What the files say of an engine variable that is no setting here; empty when nothing."""
+        return self._others.get(name, "")
 
     def _check_batches(self) -> None:
         auto = self.prefill_ubatch == "auto"  # the batch is its limit
@@ -181,6 +214,12 @@ class Settings(BaseSettings):
 
         return user_state_path("llama-phase", appauthor=False)
 
+    @property
+    def conversations_path(self) -> Path:
+        """Folder for the saved state of the server's slots."""
+        given = flag_value(self.upstream, SLOT_SAVE_PATH)
+        return Path(given) if given else self.state_path / "conversations" / f"port{self.port}"
+
 
 def read_api_key(path: Path) -> str:
     """The first key of a key file (one per line, # comments). Raises UsageError when there is none."""
@@ -205,6 +244,8 @@ def argv(settings: Settings) -> list[str]:
         flags += ["-c", str(settings.ctx)]
     if "--metrics" not in settings.upstream:
         flags.append("--metrics")
+    if settings.keep_conversations and flag_value(settings.upstream, SLOT_SAVE_PATH) is None:
+        flags += ["--slot-save-path", str(settings.conversations_path)]
     if settings.expert_slots != 0 and not {"--no-repack", "-nr"} & set(settings.upstream):
         flags.append("--no-repack")  # slots are copied from the file's own layout
     return flags + list(settings.upstream)

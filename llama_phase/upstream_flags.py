@@ -14,6 +14,7 @@ UNDERSTOOD = {
 }
 API_KEY_FILE = ("--api-key-file",)
 API_PREFIX = ("--api-prefix",)
+SLOT_SAVE_PATH = ("--slot-save-path",)
 SSL_CERT = ("--ssl-cert-file",)
 DRAFT_MODEL = ("-md", "--model-draft", "--spec-draft-model")
 DRAFT_REPO = ("-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf")

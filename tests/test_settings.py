@@ -49,7 +49,8 @@ def test_defaults_of_settings_and_registry_agree() -> None:
         field = Settings.model_fields.get(variable.field)
         if field is None or field.is_required() or variable.field == "prefill_mode":
             continue
-        assert variable.default == ("" if field.default is None else str(field.default)), variable.name
+        default = "" if field.default is None else str(field.default)
+        assert variable.default == {"True": "on", "False": "off"}.get(default, default), variable.name
 
 
 def test_limits_of_settings_and_registry_agree(monkeypatch: pytest.MonkeyPatch) -> None:
