@@ -84,3 +84,79 @@ def describe(settings: Settings, files: list[Path], base: Mapping[str, str]) -> 
         "environment": shown,
         "left_out": {name: why for name, why in reasons.items() if why and name not in child},
     }
+
+
+systemd = typer.Typer(help="Keep a model served by systemd.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@systemd.callback()
+def _systemd_group() -> None:
+    pass
+
+
+@systemd.command()
+def install(
+    serve: Annotated[list[str] | None, typer.Argument(help="After `--`: what you would type after `serve`.")] = None,
+    user: Annotated[bool, typer.Option("--user", help="For this user (the only kind).")] = False,
+    show_only: Annotated[bool, typer.Option("--print", help="Print the unit, write nothing.")] = False,
+    name: Annotated[str, typer.Option(help="Name of the unit.")] = "llama-phase",
+) -> None:
+    """Write a unit that serves a model as `serve` would, from this folder.
+
+    llama-phase systemd install --user -- model.gguf --slots auto -- -ngl 99
+    """
+    from llama_phase.errors import LlamaPhaseError, UsageError
+    from llama_phase.systemd import user_unit_path
+    from llama_phase.tree import write_atomically
+
+    if not (user or show_only):
+        raise UsageError("units are written for one user", fix="add --user, or --print and put the unit where you like")
+    if not name or "/" in name or not name.isprintable() or " " in name:
+        raise UsageError(f"{name!r} is no name for a unit", fix="use letters, digits and -: --name llama-phase")
+    text = _unit(serve or [])
+    if show_only:
+        print(text, end="")
+        return
+    path = user_unit_path(name, os.environ)
+    before = path.read_text(encoding="utf-8") if path.is_file() else text
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text.encode())
+    except OSError as error:
+        raise LlamaPhaseError(f"cannot write {path}: {error.strerror}", fix="allow it, or use --print") from None
+    print(f"{'written' if before == text else 'replaced'}: {path}")
+    print(f"next: systemctl --user daemon-reload && systemctl --user enable --now {name}")
+    print("to serve while you are logged out: loginctl enable-linger")
+
+
+def _unit(serve: list[str]) -> str:
+    """The unit for `serve` with these words, which are checked first. Raises UsageError."""
+    import sys
+
+    from llama_phase.cli import app
+    from llama_phase.config_file import config_files
+    from llama_phase.env import PREFIX, registry
+    from llama_phase.errors import UsageError
+    from llama_phase.settings import Settings
+    from llama_phase.systemd import unit_text
+
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    given = command.make_context("serve", list(serve)).params
+    model, upstream = given["model"], given["upstream"] or ()
+    if model is not None and str(model).startswith("-"):
+        model, upstream = None, (str(model), *upstream)
+    settings = Settings.load(model=model, upstream=upstream, files=config_files())
+    environment = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIX) and value}
+    for name in environment:
+        if registry()[name].secret:
+            raise UsageError(
+                f"{name} would stand in the unit for all to read",
+                fix="unset it and put it into llama-phase.toml (chmod 600), or pass --api-key-file FILE to `serve`",
+            )
+    return unit_text(
+        [sys.executable, "-m", "llama_phase.cli", "serve", *serve],
+        folder=Path.cwd(),
+        description=f"llama-phase serving {settings.model.name}",
+        environment=environment,
+        grace_s=settings.grace_s,
+    )

@@ -41,6 +41,8 @@ PRESENCE_MEANS_ON = frozenset(
     GGML_VK_SYNC_LOGGER
     """.split()  # noqa: SIM905
 )
+# Of the service manager to its service, which is the supervisor.
+SERVICE_VARIABLES = frozenset({"NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC"})
 UPSTREAM_PREFIXES = ("LLAMA_", "GGML_")
 # An empty device list is a value: no device at all.
 EMPTY_IS_A_VALUE = frozenset({"GGML_VK_VISIBLE_DEVICES"})
@@ -168,6 +170,8 @@ def left_out(name: str, value: str) -> str:
         return "read by llama-phase, handed on only where it is the engine's and not the default"
     if name in UPSTREAM_ENVIRONMENT.values():
         return "handed on as a flag"
+    if name in SERVICE_VARIABLES:
+        return "meant for the supervisor"
     if not name.startswith(UPSTREAM_PREFIXES):
         return ""
     if not value and name not in EMPTY_IS_A_VALUE:

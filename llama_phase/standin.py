@@ -20,6 +20,9 @@ from collections.abc import Sequence
 
 import h11
 
+from llama_phase.settings import Settings
+from llama_phase.upstream_flags import SSL_CERT, SSL_KEY, flag_value
+
 MAX_CLIENTS = 256
 HEAD_S = 5.0  # for a client to send its request's head
 LINGER_S = 1.0  # for it to take the answer; closing at once would lose it where a body is still being sent
@@ -36,6 +39,7 @@ class Standin:
         self._hosts, self._port, self._tls = list(hosts), port, tls
         self._said = ("the server is not running", 5)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended = asyncio.Event()
         self._thread: threading.Thread | None = None
         self._clients: dict[asyncio.StreamWriter, None] = {}  # oldest first
 
@@ -57,13 +61,15 @@ class Standin:
         """Listen on every host. False when one cannot be had (then on none): a stand-in must not hold up a restart."""
         if self._thread is not None:
             return True
+        if not self._hosts:
+            return False
         try:
             sockets = self._bind()
         except OSError:
             return False
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._ended = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(
-            target=self._run, args=(self._loop, sockets), name="llama-phase-standin", daemon=True
+            target=self._run, args=(self._loop, sockets, self._ended), name="llama-phase-standin", daemon=True
         )
         self._thread.start()
         return True
@@ -73,7 +79,7 @@ class Standin:
         loop, thread = self._loop, self._thread
         if loop is None or thread is None:
             return
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(self._ended.set)
         thread.join(CLOSE_S)
         self._loop = self._thread = None
 
@@ -96,14 +102,10 @@ class Standin:
             raise
         return bound
 
-    def _run(self, loop: asyncio.AbstractEventLoop, sockets: list[socket.socket]) -> None:
+    def _run(self, loop: asyncio.AbstractEventLoop, sockets: list[socket.socket], ended: asyncio.Event) -> None:
         asyncio.set_event_loop(loop)
         try:
-            for listener in sockets:
-                loop.run_until_complete(asyncio.start_server(self._serve, sock=listener, ssl=self._tls))
-            loop.run_forever()
-        except RuntimeError:  # stopped before it ran: closed right after it was opened
-            pass
+            loop.run_until_complete(self._listen(sockets, ended))
         finally:
             # the port first: somebody waits for it
             for listener in sockets:
@@ -116,6 +118,11 @@ class Standin:
             loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             loop.run_until_complete(asyncio.sleep(0))  # aborted transports close their sockets in the next round
             loop.close()
+
+    async def _listen(self, sockets: list[socket.socket], ended: asyncio.Event) -> None:
+        servers = [await asyncio.start_server(self._serve, sock=listener, ssl=self._tls) for listener in sockets]
+        await ended.wait()
+        del servers  # referenced until here; closed by their sockets, since Server.close may wait for clients
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._clients[writer] = None
@@ -178,6 +185,16 @@ async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     left = MAX_BODY_BYTES
     while left > 0 and (data := await reader.read(64 << 10)):
         left -= len(data)
+
+
+def standin_for(settings: Settings) -> Standin:
+    """A stand-in for the server of these settings, whose port must be a real one. With certificates that cannot be
+    used it opens nowhere: that is for the server to say."""
+    certificate, key = (flag_value(settings.upstream, names) for names in (SSL_CERT, SSL_KEY))
+    try:
+        return Standin(settings.tcp_hosts, settings.port, tls=tls_of(certificate, key))
+    except OSError:
+        return Standin([], settings.port)
 
 
 def tls_of(certificate: str | None, key: str | None) -> ssl.SSLContext | None:

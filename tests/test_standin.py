@@ -15,7 +15,8 @@ from engine_server import EngineServer, wait_until
 
 from llama_phase import standin as standin_module
 from llama_phase.port import check_port, free_port
-from llama_phase.standin import Standin, tls_of
+from llama_phase.settings import Settings
+from llama_phase.standin import Standin, standin_for, tls_of
 
 HOST = "127.0.0.1"
 
@@ -132,6 +133,8 @@ def test_no_tls_without_a_certificate_and_an_error_for_a_bad_one(tmp_path: Path)
     assert tls_of(None, None) is None
     with pytest.raises(OSError):
         tls_of(str(tmp_path / "none.pem"), None)
+    settings = Settings.load(model="m.gguf", port=1, upstream=["--ssl-cert-file", str(tmp_path / "none.pem")])
+    assert not standin_for(settings).open()
 
 
 @pytest.mark.engine
