@@ -109,15 +109,22 @@ def difference(saved: Saved, replay: Replay) -> str:
     return ""
 
 
+class _CannotGoOn(ValueError):
+    """The server computed the prompt anew instead of going on from a restored state (sliding windows)."""
+
+
 class Conversations:
     """One server's. Call its methods from one thread at a time; they take as long as the server takes."""
 
     def __init__(self, folder: Path, slots: Slots, identity: Mapping[str, Any]):
         self._folder, self._slots, self._identity = folder, slots, dict(identity)
         self._kept: dict[int, Slot] = {}  # as they were after saving or restoring
+        self._useless = False  # proving it has cost a whole prompt: not tried again
 
     def save(self) -> Outcome:
         """Save the slots that changed since. Nothing while one is busy, and nothing of a server that is gone."""
+        if self._useless:
+            return Outcome()
         try:
             slots = self._slots.slots()
         except RequestFailed as error:
@@ -138,6 +145,8 @@ class Conversations:
                 with self._dropping(slot, dropped):
                     self._prove(slot)
                     saved.append(slot)
+                if self._useless:
+                    break
         finally:
             for slot in changed:
                 self._new(slot).unlink(missing_ok=True)
@@ -174,7 +183,7 @@ class Conversations:
         self._slots.restore(slot, new.name)
         replay = self._replay(slot, tokens)
         if replay.n_cached != len(tokens):
-            raise ValueError("this model cannot go on from a saved state")
+            raise _CannotGoOn("this model cannot go on from a saved state")
         n_bytes, crc32 = checksum(new)
         about = Saved(slot, len(tokens), n_bytes, crc32, replay.tokens, replay.logprobs, self._identity)
         os.replace(new, self._state(slot))
@@ -225,6 +234,7 @@ class Conversations:
             yield
         except (RequestFailed, OSError, ValueError) as error:
             dropped.append(f"the conversation in slot {slot} is dropped: {error}")
+            self._useless = self._useless or isinstance(error, _CannotGoOn)
 
     def _delete(self, slot: int) -> None:
         for path in (self._state(slot), self._about(slot)):

@@ -144,8 +144,12 @@ def test_a_failed_save_keeps_the_saved_one_before_it(server: FakeSlots, refuses:
 
 def test_a_model_that_cannot_go_on_from_a_state_is_found_at_saving(server: FakeSlots) -> None:
     server.forgets = True
-    assert "cannot go on" in keeper(server).save().dropped[0]
+    conversations, before = keeper(server), server.n_tasks
+    assert "cannot go on" in conversations.save().dropped[0]
     assert files(server.folder) == []
+    assert conversations.save() == Outcome() and server.n_tasks == before + 1, (
+        "a whole prompt is computed once, not more"
+    )
 
 
 def test_a_server_that_is_gone_is_said(server: FakeSlots) -> None:
