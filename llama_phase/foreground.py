@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
+from llama_phase.companions import companions_for
 from llama_phase.holder import Lock
 from llama_phase.instance import CHANGE_SIGNAL, folder_of, policy_of, take_request
 from llama_phase.server_log import LogTail
@@ -34,6 +35,7 @@ class StopSignals:
         self.count = 0
         self.first: int | None = None
         self.folder: Path | None = None
+        self.on_first: Callable[[], None] | None = None
         self._change = False
         self._before: dict[int, Any] = {}
 
@@ -65,6 +67,9 @@ class StopSignals:
         return take_request(self.folder)
 
     def asked(self) -> bool:
+        if self.count and self.on_first is not None:  # not in the handler, which may interrupt a print
+            tell, self.on_first = self.on_first, None
+            tell()
         return self.count > 0
 
     def asked_twice(self) -> bool:
@@ -139,7 +144,8 @@ class Status:
 
     def show(self, supervisor: Supervisor) -> None:
         """Called often; draws when there is something new."""
-        status, observer = supervisor.status, supervisor.observer
+        status, attempt = supervisor.status, supervisor.attempt
+        observer = attempt.observer if attempt is not None else None
         if status.state == "ready":
             known = observer is not None and observer.phase_known
             self._running(status, describe_phase(observer.phase) if known and observer else "")
@@ -191,8 +197,12 @@ def serve(settings: Settings, console: Console) -> int:
     lock.take(settings.model.name, settings.tcp_hosts, settings.port)
     try:
         with StopSignals() as signals, Status(console) as status:
-            supervisor = Supervisor(settings, lock.folder, policy=policy_of(settings), say=status.say)
             signals.folder = lock.folder
+            signals.on_first = lambda: status.say(
+                "stopping (Ctrl-C again: at once)" if signals.first == signal.SIGINT else "stopping"
+            )
+            supervisor = Supervisor(settings, lock.folder, policy=policy_of(settings), say=status.say)
+            supervisor.companions = companions_for(settings, supervisor.status, supervisor.note)
             code = 1
             try:
                 last = supervisor.run(signals, lambda: status.show(supervisor))

@@ -15,15 +15,17 @@ from llama_phase.errors import ServerStartError
 
 _TEXT = "The quick brown fox jumps over the lazy dog. 0123456789 "
 _MORE = 8  # the server keeps the last 4 tokens of a prompt for a batch of their own
+_UNAVAILABLE = 503
 _NO_COMPLETIONS = 501  # a server for embeddings or reranking
 
 
 class ProbeFailed(ServerStartError):
-    """The first prompt was not answered as a working server does. `kind` as in crash.KINDS."""
+    """The first prompt was not answered as a working server does. `kind` as in crash.KINDS; `dying`: the server may be
+    about to end for the same reason, with an exit code that says more."""
 
-    def __init__(self, message: str, *, kind: str = "probe", fix: str = ""):
+    def __init__(self, message: str, *, kind: str = "probe", fix: str = "", dying: bool = False):
         super().__init__(message, fix=fix)
-        self.kind = kind
+        self.kind, self.dying = kind, dying
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ def prove(client: Client, ubatch: int) -> float | None:
             return None
         if error.status == 0:
             raise
-        raise ProbeFailed(f"the first prompt of {plan.n_tokens} tokens failed: {error}") from None
+        dying = error.status == _UNAVAILABLE
+        raise ProbeFailed(f"the first prompt of {plan.n_tokens} tokens failed: {error}", dying=dying) from None
     seconds = time.monotonic() - began_s
     if not answer.tokens and not answer.text:
         raise ProbeFailed(f"the first prompt of {plan.n_tokens} tokens was answered without a token")
@@ -82,7 +85,7 @@ def _check_transaction(before: dict[str, Any], after: dict[str, Any]) -> None:
         return after.get("counters", {}).get(name, 0) - before.get("counters", {}).get(name, 0)
 
     if after.get("failure"):
-        raise ProbeFailed(f"the engine cannot go on: {after['failure']}", kind="engine_unusable")
+        raise ProbeFailed(f"the engine cannot go on: {after['failure']}", kind="oom_transaction", dying=True)
     if more("entered") > 0 and more("left") > 0:
         return
     reason = after.get("last_failure") or "the engine does not say why"

@@ -1,0 +1,180 @@
+"""The supervisor over the real engine: what a scripted server cannot show."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from fake_world import until
+from test_supervisor import Run, World
+
+from llama_phase.server import Server
+from llama_phase.settings import Settings
+
+pytestmark = pytest.mark.engine
+SMALL = ("-t", "1", "-tb", "1", "-np", "1", "-ngl", "0", "--no-warmup", "--no-ui")
+# of the real server; a third of a second each
+CYCLES = int(os.environ.get("TEST_CYCLES", "100"))
+
+
+@pytest.fixture
+def real(
+    world: World, engine: Path, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Run]]:
+    """Runs of the built engine with the smallest model."""
+    monkeypatch.setenv("LLAMA_PHASE_SERVER_BINARY", str(engine / "llama-server"))
+    world.model = model_path("qwen3moe")
+    runs: list[Run] = []
+
+    def start(*more: str, **options: object) -> Run:
+        for old in runs:
+            old.close()
+        sizes = {"ctx": 2048, "ubatch": 126, "prefill_ubatch": 512, "batch": 512}
+        runs.append(Run(world, upstream=(*SMALL, *more), **sizes | options))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+def counters(url: str) -> dict[str, int]:
+    return httpx.get(f"{url}/phase").json()["counters"]
+
+
+def test_l7_ready_means_that_a_whole_prefill_went_there_and_back(real: Callable[..., Run]) -> None:
+    status = real().until_state("ready", "failed")
+    assert status.state == "ready", status.failure
+    assert counters(status.url)["entered"] == 1 and counters(status.url)["left"] == 1
+    assert status.engine and status.probe_s > 0
+
+
+def test_l7_phases_off_needs_no_switch(real: Callable[..., Run]) -> None:
+    status = real(prefill_mode="off").until_state("ready", "failed")
+    assert status.state == "ready" and httpx.get(f"{status.url}/phase").json()["mode"] == "off"
+
+
+@pytest.mark.parametrize(
+    ("fault", "exit_code"),
+    [("enter.reserve_prefill_buffers", 9), ("leave.reserve_decode_buffers:*,leave.retry_decode_buffers:*", 75)],
+)
+def test_l7_a_transaction_that_fails_is_never_ready(real: Callable[..., Run], fault: str, exit_code: int) -> None:
+    it = real(fault=fault)
+    error = it.until_over()
+    status = it.status
+    assert status.state == "failed" and status.failure.kind == "oom_transaction", status.failure
+    assert error.exit_code == status.failure.exit_code == exit_code
+
+
+def test_l1_a_flag_of_no_server_is_named(real: Callable[..., Run]) -> None:
+    it = real("--no-such-flag")
+    error = it.until_over()
+    assert it.status.failure.kind == "bad_flag" and "--no-such-flag" in error.fix
+    assert it.status.restarts == 0
+
+
+def test_an_unreadable_model_is_one(real: Callable[..., Run], world: World) -> None:
+    data = bytearray(world.model.read_bytes())
+    position = data.index(b"qwen3moe")
+    data[position : position + 8] = b"qwen3mOO"
+    bad = world.folder / "bad.gguf"
+    bad.write_bytes(data)
+    it = real(model=bad)
+    it.until_over()
+    assert it.status.failure.kind == "bad_model", it.status.failure
+
+
+def test_l12_after_a_change_that_fails_the_last_good_one_answers_as_before(real: Callable[..., Run]) -> None:
+    def ask(url: str) -> list[int]:
+        body = {"prompt": [100, 200, 300], "n_predict": 8, "temperature": 0, "return_tokens": True}
+        return httpx.post(f"{url}/completion", json=body, timeout=60).json()["tokens"]
+
+    it = real(policy={"settled_s": 0.1})
+    before = ask(it.until_state("ready").url)
+    until(lambda: list((it.folder / "served").glob("*-ok.json")), "noted as good")
+    it = real("--no-such-flag")
+    status = it.until_state("ready", "failed")
+    assert status.state == "ready" and status.rollbacks == 1
+    assert ask(status.url) == before
+
+
+def test_l18_a_killed_server_is_replaced_on_its_port(real: Callable[..., Run]) -> None:
+    it = real()
+    first = it.until_state("ready")
+    os.kill(first.server_pid or 0, signal.SIGKILL)
+    until(lambda: it.status.restarts == 1 and it.status.state == "ready", "ready again")
+    assert it.status.url == first.url and counters(first.url)["entered"] == 1
+
+
+def test_requests_that_run_finish_before_a_stop(real: Callable[..., Run]) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    it = real(grace_s=60)
+    url = it.until_state("ready").url
+    body = {"prompt": [100, 200, 300], "n_predict": 1500, "temperature": 0, "ignore_eos": True, "return_tokens": True}
+    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=url) as client:
+        answer = pool.submit(httpx.post, f"{url}/completion", json=body, timeout=120)
+        until(lambda: client.get("/slots").json()[0]["is_processing"], "it runs")
+        it.signals.stop = True
+        it.until_over()
+        assert len(answer.result().json()["tokens"]) == 1500
+    assert it.status.state == "stopped"
+
+
+@pytest.mark.slow
+def test_start_and_stop_leak_nothing(
+    real: Callable[..., Run], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    it = real()
+    it.until_state("ready")
+    it.close()  # imports and caches are made by now
+    me = psutil.Process()
+
+    def held() -> dict[str, object]:
+        return {
+            "files": me.num_fds(),
+            "children": len(me.children(recursive=True)),
+            "temporary": len(list(temporary.iterdir())),
+            "listening": sum(c.status == psutil.CONN_LISTEN for c in me.net_connections()),
+            "records": len(list((world.folder / "state" / "running").iterdir())),
+        }
+
+    sizes = {"ctx": 1024, "ubatch": 32, "prefill_ubatch": 64, "batch": 64}
+    settings = Settings.load(model=world.model, port=0, upstream=SMALL, **sizes)
+    before, pids = held(), []
+    for _ in range(CYCLES):
+        with Server(settings) as server:
+            pids.append(server.pid)
+    assert held() == before
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert len(list((world.folder / "state" / "log").iterdir())) <= 20
+
+
+@pytest.mark.slow
+def test_restarts_leak_nothing(real: Callable[..., Run]) -> None:
+    sizes = {"ctx": 1024, "ubatch": 32, "prefill_ubatch": 64, "batch": 64}
+    it = real(policy={"restarts": CYCLES + 5, "delay_cap_s": 0.1}, **sizes)
+    me = psutil.Process()
+
+    def cycle() -> None:
+        first = it.until_state("ready")
+        os.kill(first.server_pid or 0, signal.SIGKILL)
+        until(lambda: it.status.restarts > first.restarts and it.status.state == "ready", "ready again")
+
+    cycle()
+    until(lambda: me.num_threads() < 60, "threads of earlier tests ended")
+    files, threads = me.num_fds(), me.num_threads()
+    for _ in range(max(3, CYCLES // 10)):
+        cycle()
+    until(lambda: me.num_fds() <= files and me.num_threads() <= threads, f"as before: {files} files, {threads} threads")
+    assert len(me.children()) == 1
