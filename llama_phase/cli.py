@@ -77,6 +77,7 @@ def plan(
     ubatch: Annotated[int | None, typer.Option(help="Micro-batch of the decode phase [default: 512].")] = None,
     prefill_ubatch: Annotated[str | None, typer.Option(help="Of the prefill phase, or auto [default: 2048].")] = None,
     facts: Annotated[Path | None, typer.Option(help="Facts of another machine (`doctor --record`).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it, too: plan.png, .svg or .pdf.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Say what a model will need, before it is loaded. Exit code 1: it does not fit."""
@@ -96,6 +97,10 @@ def plan(
     about = read_facts(model)
     machine = with_given(read_machine(facts) if facts else probe(), vram=vram, ram=ram, pcie=pcie)
     report = Report(about, machine, make_plan(about, machine, Choices.of(settings, about)))
+    if plot is not None:
+        from llama_phase.plan_plot import write_plot
+
+        write_plot(report, plot)
     print(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(lines(report)))
     raise typer.Exit(0 if report.plan.fits else 1)
 

@@ -1,0 +1,156 @@
+"""A plan against what the engine reports after it was loaded: an estimate that nobody compares is worth nothing.
+
+What a phase takes is known once it has been entered, so compare after the probe prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llama_phase.errors import LlamaPhaseError
+from llama_phase.gguf_facts import read_facts
+from llama_phase.hardware import Machine, probe
+from llama_phase.plan import DevicePlan, Plan, make_plan
+from llama_phase.plan_choices import Choices
+from llama_phase.settings import Settings
+from llama_phase.tree import write_atomically
+from llama_phase.upstream_flags import flag_value, normalise
+
+FILE_NAME = "plan-check.json"
+COMPUTED_ERROR, ESTIMATED_ERROR = 0.01, 0.15  # shares of what is reported; beyond them a deviation is worth a word
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """One figure as planned and as reported. `unit`: bytes, slots, layers, regions or tokens."""
+
+    item: str
+    planned: int
+    reported: int
+    unit: str = "bytes"
+    estimate: bool = False
+
+    @property
+    def error(self) -> float | None:
+        """Planned against reported, as a share: 0.1 is 10 % too much. None: nothing was reported, but planned."""
+        if self.planned == self.reported:
+            return 0.0
+        return (self.planned - self.reported) / self.reported if self.reported else None
+
+    @property
+    def is_notable(self) -> bool:
+        limit = ESTIMATED_ERROR if self.estimate else COMPUTED_ERROR
+        return self.error is None or abs(self.error) > limit
+
+    def __str__(self) -> str:
+        def shown(value: int) -> str:
+            return f"{value / _MIB:.0f} MiB" if self.unit == "bytes" else f"{value} {self.unit}"
+
+        error = "" if self.error is None else f" ({self.error:+.0%})"
+        return f"{self.item}: {shown(self.planned)} planned, {shown(self.reported)} reported{error}"
+
+
+def compare(plan: Plan, phase: Mapping[str, Any], props: Mapping[str, Any] | None = None) -> list[Deviation]:
+    """All that both know. `phase` of GET /phase, `props` of GET /props. Pure.
+
+    Left out is what was not reported: a phase that was not entered yet, devices other than GPUs.
+    """
+    return [*_experts(plan, phase), *_devices(plan, phase), *_context(plan, props or {})]
+
+
+def lines(deviations: Sequence[Deviation]) -> Iterator[str]:
+    """A line for each, the notable ones marked."""
+    for deviation in deviations:
+        estimate = ", an estimate" if deviation.estimate else ""
+        yield f"{'!' if deviation.is_notable else ' '} {deviation}{estimate}"
+
+
+def notes(deviations: Sequence[Deviation]) -> tuple[str, ...]:
+    """A sentence for each prediction that was missed, for the supervisor's status."""
+    return tuple(f"the plan is off: {deviation}" for deviation in deviations if deviation.is_notable)
+
+
+def save(folder: Path, deviations: Sequence[Deviation], *, model: str, engine: str) -> None:
+    """Write them to `plan-check.json` in `folder`, the state folder. Raises OSError."""
+    rows = [asdict(deviation) | {"error": deviation.error} for deviation in deviations]
+    content = json.dumps({"model": model, "engine": engine, "deviations": rows}, indent=1) + "\n"
+    write_atomically(folder / FILE_NAME, content.encode(), mode=0o600)
+
+
+def read(folder: Path) -> tuple[str, list[Deviation]] | None:
+    """Model and deviations last saved in `folder`; None when there are none that can be read."""
+    try:
+        saved = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+        rows = [{key: value for key, value in row.items() if key != "error"} for row in saved["deviations"]]
+        return str(saved["model"]), [Deviation(**row) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def plan_of(settings: Settings, machine: Machine | None = None) -> tuple[Plan | None, str]:
+    """(the plan of a server about to be started, ""), or (None, why there is none). Reads the model's header and the
+    machine's free memory, so call it before the server takes its share. Never raises for a model or machine."""
+    flags = {normalise(word) for word in settings.upstream}
+    if not flags & {"--cpu-moe", "-cmoe"} or not (flag_value(settings.upstream, ("-ngl", "--n-gpu-layers")) or ""):
+        return None, "plans are for `-ngl 99 --cpu-moe`"
+    try:
+        facts = read_facts(settings.model)
+        choices = Choices.of(settings, facts)
+        if settings.expert_slots != "auto":
+            choices = replace(choices, slots=settings.expert_slots)
+        return make_plan(facts, probe() if machine is None else machine, choices), ""
+    except LlamaPhaseError as error:
+        return None, str(error)
+
+
+def _experts(plan: Plan, phase: Mapping[str, Any]) -> Iterator[Deviation]:
+    # the first context is the target's; plans are without a draft
+    experts = next(iter(phase.get("experts", [])), None)
+    if experts is None:
+        if plan.slots:
+            yield Deviation("slots per layer", plan.slots, 0, "slots")
+        return
+    yield Deviation("slots per layer", plan.slots, experts["slots_per_layer"], "slots")
+    yield Deviation("slots", sum(device.slots_bytes for device in plan.devices), experts["slot_bytes"])
+    yield Deviation("pinned host memory", plan.pinned_bytes, experts["pinned_bytes"])
+    layers = sum(device.moe_layers for device in plan.devices)
+    yield Deviation("layers with slots", layers if plan.slots else 0, len(experts["layers"]), "layers")
+    ring = [step["bytes"] for step in phase.get("last_enter_steps", []) if step["step"] == "enter.allocate_ring"]
+    if ring:
+        yield Deviation("ring", sum(device.ring_bytes for device in plan.devices), ring[0])
+
+
+def _devices(plan: Plan, phase: Mapping[str, Any]) -> Iterator[Deviation]:
+    for name in ("decode", "prefill"):
+        rows = [row for row in phase.get("memory", {}).get(name, []) if "free_bytes" in row]
+        # llama.cpp names devices in the order in which the plan has those with layers
+        with_layers = [device for device in plan.devices if device.layers]
+        for device, row in zip(with_layers, sorted(rows, key=lambda row: _natural(row["device"])), strict=False):
+            compute, total = _planned(device, name)
+            item = f"{device.name} ({row['device']}), {name} phase"
+            yield Deviation(f"{item}: compute buffers", compute, row["compute_buffer_bytes"], estimate=True)
+            used = max(0, device.free_bytes - row["free_bytes"])
+            yield Deviation(f"{item}: all", total, used, estimate=True)
+
+
+def _planned(device: DevicePlan, phase: str) -> tuple[int, int]:
+    if phase == "decode":
+        return device.decode_compute_bytes, device.decode_bytes
+    return device.prefill_compute_bytes, device.prefill_bytes
+
+
+def _context(plan: Plan, props: Mapping[str, Any]) -> Iterator[Deviation]:
+    reported = props.get("default_generation_settings", {}).get("n_ctx")
+    if isinstance(reported, int):
+        yield Deviation("context", plan.choices.cells, reported, "tokens")
+
+
+def _natural(name: str) -> tuple[str, int]:
+    """CUDA2 before CUDA10."""
+    letters = name.rstrip("0123456789")
+    return letters, int(name[len(letters) :] or 0)

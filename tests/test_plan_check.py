@@ -1,0 +1,180 @@
+"""Plans are compared with what the engine reports, and drawn as what they say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sparse_gguf import write_flash_next
+
+from llama_phase import plan_check, plan_plot
+from llama_phase.errors import MissingPrerequisite, UsageError
+from llama_phase.gguf_facts import ModelFacts, read_facts
+from llama_phase.given_machine import with_given
+from llama_phase.hardware import Machine
+from llama_phase.plan import Plan, make_plan
+from llama_phase.plan_check import Deviation, compare, notes
+from llama_phase.plan_choices import Choices
+from llama_phase.plan_report import Report
+from llama_phase.settings import Settings
+
+MACHINE = with_given(Machine(), vram="24,20", ram="192")
+
+
+@pytest.fixture(scope="module")
+def flash(tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
+    return read_facts(write_flash_next(tmp_path_factory.mktemp("flash")))
+
+
+@pytest.fixture
+def plan(flash: ModelFacts) -> Plan:
+    return make_plan(flash, MACHINE, Choices(ctx=32768))
+
+
+def reported(plan: Plan, **changes: int) -> dict:
+    """/phase of an engine that does what was planned, but for `changes`, after a transaction."""
+    values = {
+        "slots_per_layer": plan.slots,
+        "slot_bytes": sum(device.slots_bytes for device in plan.devices),
+        "pinned_bytes": plan.pinned_bytes,
+    } | {name: value for name, value in changes.items() if name != "compute"}
+    memory = {"decode": [], "prefill": []}
+    for index in (1, 0):  # in no order
+        device = plan.devices[index]
+        for phase, compute, total in (
+            ("decode", device.decode_compute_bytes, device.decode_bytes),
+            ("prefill", device.prefill_compute_bytes, device.prefill_bytes),
+        ):
+            more = changes.get("compute", 0) if (index, phase) == (0, "prefill") else 0
+            free = device.free_bytes - total - more
+            memory[phase].append({"device": f"CUDA{index}", "compute_buffer_bytes": compute + more, "free_bytes": free})
+    memory["decode"].append({"device": "CPU", "compute_buffer_bytes": 7})
+    ring = sum(device.ring_bytes for device in plan.devices)
+    steps = [{"step": "enter.quiesce", "bytes": 0}, {"step": "enter.allocate_ring", "bytes": ring}]
+    layers = [{}] * sum(device.moe_layers for device in plan.devices)
+    return {"experts": [values | {"layers": layers}], "memory": memory, "last_enter_steps": steps}
+
+
+def test_an_engine_that_does_what_was_planned_deviates_nowhere(plan: Plan) -> None:
+    props = {"default_generation_settings": {"n_ctx": 32768}}
+    found = compare(plan, reported(plan), props)
+    assert {deviation.error for deviation in found} == {0.0} and notes(found) == ()
+    items = " ".join(deviation.item for deviation in found)
+    for part in ("slots per layer", "pinned", "ring", "GPU 0 (CUDA0), decode", "GPU 1 (CUDA1), prefill", "context"):
+        assert part in items, part
+
+
+def test_each_figure_that_is_off_is_named_with_both_values(plan: Plan) -> None:
+    found = compare(plan, reported(plan, slots_per_layer=plan.slots // 2, compute=4 << 30))
+    said = notes(found)
+    assert len(said) == 3, said
+    assert f"slots per layer: {plan.slots} slots planned, {plan.slots // 2} slots reported" in said[0]
+    assert all("GPU 0 (CUDA0), prefill phase" in text and "MiB planned" in text and "(-" in text for text in said[1:])
+
+
+def test_estimates_may_be_off_by_more_than_what_is_computed() -> None:
+    assert Deviation("x", 110, 100).is_notable and not Deviation("x", 110, 100, estimate=True).is_notable
+    assert Deviation("x", 130, 100, estimate=True).is_notable
+    assert Deviation("x", 1, 0).error is None and Deviation("x", 1, 0).is_notable
+    assert not Deviation("x", 0, 0).is_notable
+
+
+def test_what_was_not_reported_is_not_compared(plan: Plan) -> None:
+    phase = reported(plan)
+    phase["memory"]["prefill"], phase["last_enter_steps"] = [], []
+    items = [deviation.item for deviation in compare(plan, phase)]
+    assert not [item for item in items if "prefill" in item or "ring" in item or item == "context"]
+    (only,) = compare(plan, {"mode": "off"})
+    assert str(only) == f"slots per layer: {plan.slots} slots planned, 0 slots reported"
+
+
+def test_what_was_compared_is_kept(plan: Plan, tmp_path: Path) -> None:
+    assert plan_check.read(tmp_path) is None
+    found = compare(plan, reported(plan, compute=1 << 30))
+    plan_check.save(tmp_path, found, model="m.gguf", engine="e")
+    assert plan_check.read(tmp_path) == ("m.gguf", found)
+    (tmp_path / plan_check.FILE_NAME).write_text("{")
+    assert plan_check.read(tmp_path) is None
+    assert len(list(plan_check.lines(found))) == len(found)
+
+
+def test_a_server_gets_a_plan_when_plans_apply_to_it(flash: ModelFacts, tmp_path: Path) -> None:
+    def load(*upstream: str, **settings: object) -> Settings:
+        return Settings.load(**{"model": flash.path, "ctx": 32768, "upstream": upstream} | settings)
+
+    planned, why = plan_check.plan_of(load("-ngl", "99", "--cpu-moe", expert_slots=100), MACHINE)
+    assert planned is not None and (planned.slots, why) == (100, "")
+    planned, _ = plan_check.plan_of(load("-ngl", "99", "-cmoe"), MACHINE)
+    assert planned is not None and planned.slots == 0, "without a choice `serve` uses no slots"
+    for settings, machine in (
+        (load("-ngl", "99"), MACHINE),
+        (load("--cpu-moe"), MACHINE),
+        (load("-ngl", "99", "--cpu-moe"), Machine()),
+        (load("-ngl", "99", "--cpu-moe", expert_slots=1), MACHINE),
+        (load("-ngl", "99", "--cpu-moe", model=tmp_path / "none.gguf"), MACHINE),
+    ):
+        planned, why = plan_check.plan_of(settings, machine)
+        assert planned is None and why
+
+
+@pytest.mark.engine
+def test_what_is_computed_agrees_with_the_real_engine(one_server, prompt, model_path) -> None:
+    """Slots, ring and what is pinned, to the byte; a CPU engine has no VRAM to compare."""
+    facts = read_facts(model_path("qwen3moe"))
+    choices = Choices(ctx=4096, slots=24, expert_batch=4)
+    plan = make_plan(facts, with_given(Machine(), vram="24", ram="192"), choices)
+    server = one_server("qwen3moe", "--no-repack", EXPERT_SLOTS="24", EXPERT_BATCH="4")
+    server.complete(prompt("qwen3moe", 600), n=4)
+    found = {deviation.item: deviation for deviation in compare(plan, server.phase(), server.http.get("/props").json())}
+    assert set(found) == {"slots per layer", "slots", "pinned host memory", "layers with slots", "ring", "context"}
+    assert {item: deviation.error for item, deviation in found.items() if deviation.error} == {}
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+
+def test_bars_are_the_plans_sums(flash: ModelFacts, plan: Plan) -> None:
+    columns = plan_plot.bars(Report(flash, MACHINE, plan))
+    assert [label.replace("\n", " ") for label, _, _ in columns] == [
+        "GPU 0 decode", "GPU 0 prefill", "GPU 1 decode", "GPU 1 prefill"]  # fmt: skip
+    sums = [sum(sizes.values()) for _, sizes, _ in columns]
+    assert sums == [size for device in plan.devices for size in (device.decode_bytes, device.prefill_bytes)]
+    off = make_plan(flash, MACHINE, replace(plan.choices, switches=False))
+    assert len(plan_plot.bars(Report(flash, MACHINE, off))) == 2
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_the_picture_is_written(flash: ModelFacts, plan: Plan, tmp_path: Path, suffix: str, start: bytes) -> None:
+    path = tmp_path / f"plan.{suffix}"
+    plan_plot.write_plot(Report(flash, MACHINE, plan), path)
+    assert path.read_bytes().startswith(start)
+    assert [item.name for item in tmp_path.iterdir()] == [path.name]
+
+
+def test_an_unknown_suffix_is_refused(flash: ModelFacts, plan: Plan, tmp_path: Path) -> None:
+    for name in ("plan", "plan.gguf"):
+        with pytest.raises(UsageError, match=name):
+            plan_plot.write_plot(Report(flash, MACHINE, plan), tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    flash: ModelFacts, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingPrerequisite) as caught:
+        plan_plot.write_plot(Report(flash, MACHINE, plan), tmp_path / "plan.png")
+    assert "llama-phase[plot]" in caught.value.fix
+
+
+def test_plot_of_the_command(flash: ModelFacts, tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    words = ["plan", str(flash.path), "--vram", "24", "--ram", "192", "--ctx", "4096", "--plot", str(picture)]
+    done = subprocess.run(
+        [sys.executable, "-m", "llama_phase.cli", *words], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0 and "slots per layer" in done.stdout, done.stderr
+    assert picture.stat().st_size > 10_000
