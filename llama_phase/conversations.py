@@ -38,7 +38,7 @@ LOGPROB_ERROR = 0.05  # a damaged state is off by more; another batch shape by l
 class Slots(Protocol):
     """What is needed of SlotClient."""
 
-    def slots(self) -> list[Slot]: ...
+    def held(self) -> list[Slot]: ...
     def save(self, slot: int, filename: str) -> None: ...
     def restore(self, slot: int, filename: str) -> None: ...
     def erase(self, slot: int) -> None: ...
@@ -126,7 +126,7 @@ class Conversations:
         if self._useless:
             return Outcome()
         try:
-            slots = self._slots.slots()
+            slots = self._slots.held()
         except RequestFailed as error:
             return Outcome(dropped=(f"conversations are not saved: {error}",))
         if any(slot.busy for slot in slots):
@@ -156,7 +156,7 @@ class Conversations:
     def restore(self) -> Outcome:
         """Restore what can be trusted, and delete what can't. Before that the slots should hold nothing of value."""
         try:
-            n_slots = len(self._slots.slots())
+            n_slots = len(self._slots.held())
         except RequestFailed as error:
             return Outcome(dropped=(f"conversations are not restored: {error}",))
         restored: list[int] = []
@@ -223,7 +223,7 @@ class Conversations:
             except RequestFailed:  # a request of somebody took the memory: the slot is as useful as any
                 continue
         try:
-            now = {slot.id: slot for slot in self._slots.slots()}
+            now = {slot.id: slot for slot in self._slots.held()}
         except RequestFailed:
             return
         self._kept.update((slot, now[slot]) for slot in slots if slot in now)

@@ -37,15 +37,16 @@ class Replay:
 class SlotClient(Client):
     """File names are relative to the server's --slot-save-path. All raise RequestFailed."""
 
-    def slots(self, *, timeout_s: float = 10.0) -> list[Slot]:
-        answer = self._json("GET", "/slots", timeout_s=timeout_s)
+    def held(self, *, timeout_s: float = 10.0) -> list[Slot]:
+        """What each slot holds."""
+        rows = self.slots(timeout_s=timeout_s)
         try:
             return [
                 Slot(row["id"], row.get("n_prompt_tokens", 0), row.get("id_task", -1), row["is_processing"])
-                for row in answer["value"]
+                for row in rows
             ]
         except (KeyError, TypeError):
-            raise RequestFailed(f"/slots: not the answer of a llama-server: {str(answer)[:80]}") from None
+            raise RequestFailed(f"/slots: not the answer of a llama-server: {str(rows)[:80]}") from None
 
     def save(self, slot: int, filename: str, *, timeout_s: float | None = None) -> None:
         self._act(slot, "save", {"filename": filename}, timeout_s)

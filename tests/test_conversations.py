@@ -38,7 +38,7 @@ class FakeSlots:
         self.content[slot] += tokens
         self.task[slot] = self.n_tasks
 
-    def slots(self) -> list[Slot]:
+    def held(self) -> list[Slot]:
         if self.gone:
             raise RequestFailed("no answer")
         return [Slot(i, len(tokens), self.task[i], self.busy) for i, tokens in enumerate(self.content)]
@@ -248,7 +248,7 @@ class ServedSlots(SlotClient):
 
     def __init__(self, fake: FakeSlots):
         super().__init__("http://127.0.0.1:1")
-        for name in ("slots", "save", "restore", "erase", "replay"):
+        for name in ("held", "save", "restore", "erase", "replay"):
             setattr(self, name, getattr(fake, name))
 
     def props(self, *, timeout_s: float | None = 10.0) -> dict[str, object]:
@@ -281,7 +281,7 @@ def test_a_server_that_does_not_answer_holds_up_the_stop_no_longer_than_it_may(s
     keeper, released = keep(server, []), threading.Event()
     keeper.ready()
     server.busy = True
-    server.slots = lambda: released.wait(30) and []  # type: ignore[method-assign]
+    server.held = lambda: released.wait(30) and []  # type: ignore[method-assign]
     keeper.stopping(within_s=0.1)
     released.set()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from llama_phase.env import registry
+from llama_phase.env import parse_bool, registry
 from llama_phase.errors import UsageError
 from llama_phase.settings import Settings, argv
 
@@ -49,8 +49,10 @@ def test_defaults_of_settings_and_registry_agree() -> None:
         field = Settings.model_fields.get(variable.field)
         if field is None or field.is_required() or variable.field == "prefill_mode":
             continue
-        default = "" if field.default is None else str(field.default)
-        assert variable.default == {"True": "on", "False": "off"}.get(default, default), variable.name
+        if variable.kind == "bool":
+            assert parse_bool(variable.default) is field.default, variable.name
+            continue
+        assert variable.default == ("" if field.default is None else str(field.default)), variable.name
 
 
 def test_limits_of_settings_and_registry_agree(monkeypatch: pytest.MonkeyPatch) -> None:
