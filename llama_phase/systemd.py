@@ -17,8 +17,8 @@ from pathlib import Path
 
 SEND_TIMEOUT_S = 1.0
 WATCHDOG_S = 60
-# Exit codes that the next start would meet again: usage, prerequisite, model, port, refused variable.
-RESTART_IS_FUTILE = (2, 3, 7, 8, 78)
+# Exit codes of a supervisor that has given up: it restarts its server itself, and has tried what there was to try.
+RESTART_IS_FUTILE = (2, 3, 7, 8, 9, 10, 12, 75, 78)
 STOPPED_BY_SIGNAL = (129, 130, 143)
 
 
@@ -118,7 +118,8 @@ def unit_text(
         f"SuccessExitStatus={' '.join(map(str, STOPPED_BY_SIGNAL))}",
         "# the supervisor ends its server; whatever were left is killed with the unit",
         "KillMode=mixed",
-        f"TimeoutStopSec={grace_s + 20}",
+        "# requests finish, conversations are saved, the server ends",
+        f"TimeoutStopSec={2 * grace_s + 80}",
         "# a server killed for memory is restarted by its supervisor",
         "OOMPolicy=continue",
         "# experts are pinned in host memory",

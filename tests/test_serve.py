@@ -285,10 +285,11 @@ def test_log_tail_returns_whole_lines_only(tmp_path: Path) -> None:
 
 def test_old_logs_are_removed_and_logs_are_private(tmp_path: Path) -> None:
     for index in range(40):
-        (tmp_path / f"20200101-{index:06}-port1-1.log").touch()
+        (tmp_path / f"20200101-{index:06}-port8080-1.log").touch()
+    (tmp_path / "20200101-000000-port1-1.log").touch()  # perhaps of a server that runs
     path, fd = open_log(tmp_path, 8080)
     os.close(fd)
-    assert len(list(tmp_path.iterdir())) == 20 and path.exists()
+    assert len(list(tmp_path.iterdir())) == 21 and path.exists()
     assert path.stat().st_mode & 0o777 == 0o600
 
 

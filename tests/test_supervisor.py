@@ -6,6 +6,7 @@ L numbers are symptoms other launchers were seen to have; each test is named aft
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import httpx
 import pytest
 from fake_world import World, gone, until
 
+from llama_phase.companions import companions_for
 from llama_phase.errors import EngineUnusable, LlamaPhaseError, ServerCrash, ServerStartError
 from llama_phase.instance import folder_of
 from llama_phase.journal import Journal
@@ -57,6 +59,7 @@ class Run:
         self.signals, self.said = Asked(), []
         rules = Policy(**{"restarts": 2, "delay_s": 0.05, "settled_s": 0.2} | (policy or {}))
         self.supervisor = Supervisor(self.settings, self.folder, policy=rules, say=self.said.append)
+        self.supervisor.companions = companions_for(self.settings, self.supervisor.status, self.supervisor.note)
         self.thread = threading.Thread(target=lambda: self.supervisor.run(self.signals), daemon=True)
         self.thread.start()
 
@@ -362,3 +365,92 @@ def test_the_status_file_is_whole_at_any_moment(world: World, run: Callable[...,
     assert it.until_state("ready").to_dict() == json.loads((it.folder / "status.json").read_text())
     assert seen <= {"stopped", "starting", "ready"}
     assert (Path(it.folder) / "status.json").stat().st_mode & 0o777 == 0o600
+
+
+# --- what goes along --------------------------------------------------------------------------------------------------
+
+
+def test_requests_between_two_servers_are_answered_with_the_reason(world: World, run: Callable[..., Run]) -> None:
+    it = run(policy={"delay_s": 600.0, "delay_cap_s": 600.0})
+    first = it.until_state("ready")
+    os.kill(first.server_pid or 0, signal.SIGKILL)
+    until(lambda: it.status.restart_at_s, "waiting")
+    answer = httpx.post(f"{first.url}/completion", json={"prompt": "x"})
+    assert answer.status_code == 503 and int(answer.headers["Retry-After"]) > 60
+    assert "killed" in answer.json()["error"]["message"]
+    it.close()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{first.url}/health")
+
+
+def test_the_stand_in_makes_way_for_the_next_server(world: World, run: Callable[..., Run]) -> None:
+    it = run(policy={"delay_s": 1.0})
+    first = it.until_state("ready")
+    os.kill(first.server_pid or 0, signal.SIGKILL)
+    seen = set()
+    end_s = time.monotonic() + 30
+    while 200 not in seen and time.monotonic() < end_s:
+        try:
+            seen.add(httpx.get(f"{first.url}/health").status_code if it.status.restarts else 0)
+        except httpx.TransportError:
+            seen.add(0)
+    assert {503, 200} <= seen
+    assert it.until_state("ready").failure.kind == "killed"
+
+
+def test_metrics_tell_of_restarts_and_rollbacks_also_while_the_server_is_down(
+    world: World, run: Callable[..., Run]
+) -> None:
+    from llama_phase.client import parse_metrics
+    from llama_phase.port import free_port
+
+    port = free_port("127.0.0.1")
+    it = run(metrics_port=port, policy={"delay_s": 600.0, "delay_cap_s": 600.0})
+
+    def metrics() -> dict[str, float]:
+        return parse_metrics(httpx.get(f"http://127.0.0.1:{port}/metrics").text)
+
+    first = it.until_state("ready")
+    until(lambda: metrics().get('llama_phase_supervisor_state{state="ready"}') == 1, "ready")
+    assert metrics()["llamacpp:requests_processing"] == 1, "the server's own are merged in"
+    os.kill(first.server_pid or 0, signal.SIGKILL)
+    until(lambda: metrics().get('llama_phase_supervisor_state{state="starting"}') == 1, "down")
+    assert metrics()['llama_phase_supervisor_restarts_by_reason_total{kind="killed"}'] == 1
+    it.close()
+    with pytest.raises(httpx.ConnectError):
+        metrics()
+
+
+def test_the_service_manager_hears_of_ready_after_the_first_prompt(
+    world: World, run: Callable[..., Run], tmp_path: Path
+) -> None:
+    import socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(0.2)
+        world.set("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        world.set("FAKE_LOAD_S", "0.3")
+        it, heard = run(), []
+
+        def listen() -> list[str]:
+            with contextlib.suppress(TimeoutError):
+                heard.append(manager.recv(4096).decode())
+            return heard
+
+        until(lambda: any("READY=1" in text for text in listen()), "told")
+        assert it.status.state == "ready" and "READY=1" not in heard[0] and "loading" in heard[0]
+        it.signals.stop = True
+        until(lambda: any("STOPPING=1" in text for text in listen()), "told of the end")
+        it.until_over()
+
+
+def test_a_metrics_port_that_is_taken_is_said_before_anything_starts(world: World) -> None:
+    import socket
+
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen(1)
+        world.set("LLAMA_PHASE_METRICS_PORT", str(holder.getsockname()[1]))
+        assert world.serve().wait(30) == 8
+    assert not world.dump.exists()
