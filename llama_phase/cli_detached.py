@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from llama_phase.settings import Settings
 
 Port = Annotated[int | None, typer.Option(help="Port of the server, when several run.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
@@ -25,11 +29,15 @@ def down(
 ) -> None:
     """Stop a server and its supervisor; running requests may finish within the grace time."""
     from llama_phase.detached import stop
+    from llama_phase.instance import NeverStarted
+    from llama_phase.running_servers import reap_orphans
 
-    if not stop(_folder(port), _say, at_once=now):
-        _say("nothing runs")
-        return
-    _say("stopped")
+    stopped, orphans = False, reap_orphans(_settings(port).state_path / "running")
+    for pid in orphans:
+        _say(f"ended server {pid}, which had outlived its supervisor")
+    with contextlib.suppress(NeverStarted):
+        stopped = stop(_folder(port), _say, at_once=now)
+    _say("stopped" if stopped or orphans else "nothing runs")
 
 
 def status(
@@ -136,13 +144,18 @@ def _watch(text: object, as_json: bool) -> None:
 
 
 def _folder(port: int | None) -> Path:
-    from llama_phase.config_file import config_files
     from llama_phase.instance import find_folder
-    from llama_phase.settings import Settings
 
-    settings = Settings.load(files=config_files(), model_needed=False, port=port)
+    settings = _settings(port)
     named = None if settings.source("port") == "default" else settings.port
     return find_folder(settings.state_path, settings.state_dir is not None, named)
+
+
+def _settings(port: int | None) -> Settings:
+    from llama_phase.config_file import config_files
+    from llama_phase.settings import Settings
+
+    return Settings.load(files=config_files(), model_needed=False, port=port)
 
 
 def _say(text: str) -> None:

@@ -29,8 +29,9 @@ _NOT_CONFIGURATION = ("LLAMA_PHASE_",)  # in the settings already
 
 @dataclass(frozen=True)
 class Configuration:
-    """`settings`: the FIELDS as JSON types; `environment`: what else of the environment the engine reads; `engine`: id
-    of the build, or the program's path. Two are the same when their fingerprints are."""
+    """`settings`: the FIELDS as JSON types; `environment`: what else of the environment the engine reads. Two are the
+    same when their fingerprints are. `engine` (id of the build, or the program's path) only says what ran it: a build
+    that is gone cannot be gone back to."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
@@ -38,8 +39,8 @@ class Configuration:
 
     @property
     def fingerprint(self) -> str:
-        """12 hexadecimal digits. The engine counts: a new build is a change, too."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        """12 hexadecimal digits."""
+        text = json.dumps([self.settings, self.environment], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property

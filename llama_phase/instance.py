@@ -30,6 +30,10 @@ REQUEST = "request"
 SUPERVISOR_LOG = "supervisor.log"
 
 
+class NeverStarted(LlamaPhaseError):
+    """There is no supervisor that a command could be about."""
+
+
 def folder_of(settings: Settings) -> Path:
     """The supervisor's own folder for these settings."""
     if settings.state_dir is not None:
@@ -48,7 +52,7 @@ def find_folder(state: Path, explicit: bool, port: int | None) -> Path:
     """The folder of the supervisor that a command without a model means: the one of `port` if given, else the only one
     that runs, else the last one that did.
 
-    Raises UsageError when several run, LlamaPhaseError when there never was one.
+    Raises UsageError when several run, NeverStarted when there never was one.
     """
     if explicit:
         folders = [state]
@@ -63,29 +67,32 @@ def find_folder(state: Path, explicit: bool, port: int | None) -> Path:
         raise UsageError(f"several supervisors run, on ports {names}", fix="say which: --port N")
     if not known:
         where = f" on port {port}" if port is not None else ""
-        raise LlamaPhaseError(f"no supervisor{where} was ever started here", fix="start one: `llama-phase up MODEL`")
+        raise NeverStarted(f"no supervisor{where} was ever started here", fix="start one: `llama-phase up MODEL`")
     return running[0] if running else max(known, key=lambda folder: (folder / "status.json").stat().st_mtime)
 
 
 def signal_holder(holder: Holder, number: signal.Signals) -> bool:
     """Signal a supervisor, and only it: nothing is sent when pid and birth time do not both fit. Whether it was sent.
 
-    A process that ends between the check and the signal is held by its pid file descriptor, so its number cannot be
-    given to another one in between.
+    The pid's file descriptor is opened before the check, so that the number cannot be given to another process between
+    check and signal (where the kernel has none: that moment is left).
     """
+    fd = None
     try:
-        fd = os.pidfd_open(holder.pid)
-    except (OSError, AttributeError):
-        return False
-    try:
+        with contextlib.suppress(OSError, AttributeError):
+            fd = os.pidfd_open(holder.pid)
         if not holder.alive:
             return False
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        if fd is None:
+            os.kill(holder.pid, number)
+        else:
             signal.pidfd_send_signal(fd, number)
-            return True
+    except (ProcessLookupError, PermissionError):
         return False
     finally:
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
+    return True
 
 
 def put_request(folder: Path, fingerprint: str) -> None:

@@ -75,7 +75,7 @@ class Journal:
 
     def failed(self, configuration: Configuration, reason: str) -> None:
         """Note that a configuration which served before does no longer. Raises OSError."""
-        if any(record.configuration == configuration for record in self.good()):
+        if any(record.configuration.fingerprint == configuration.fingerprint for record in self.good()):
             self._append("bad", configuration, reason)
 
     def _append(self, verdict: str, configuration: Configuration, reason: str) -> None:

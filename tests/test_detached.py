@@ -28,6 +28,11 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, check=False, timeout=60)
 
 
+def as_typed() -> None:
+    """Ctrl-C works, also where the tests run as a background job."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Detached:
     """A folder whose supervisor is stopped after the test."""
 
@@ -107,7 +112,7 @@ def test_ctrl_c_in_up_leaves_it_starting(world: World, detached: Detached) -> No
     world.set("FAKE_LOAD_S", "600")
     line = [sys.executable, "-m", "llama_phase.cli", "up", str(world.model), "--port", "0"]
     with (world.folder / "said").open("w") as out:
-        process = subprocess.Popen(line, stderr=out, stdout=out)
+        process = subprocess.Popen(line, stderr=out, stdout=out, preexec_fn=as_typed)
     until(lambda: detached.status.server_pid, "loading")
     process.send_signal(signal.SIGINT)
     assert process.wait(SOON_S) == 130
@@ -156,7 +161,7 @@ def test_status_watch_ends_with_ctrl_c_and_follows_the_state(world: World, detac
     assert detached.up().returncode == 0
     with (world.folder / "watched").open("w") as out:
         line = [sys.executable, "-m", "llama_phase.cli", "status", "--watch"]
-        process = subprocess.Popen(line, stdout=out)
+        process = subprocess.Popen(line, stdout=out, preexec_fn=as_typed)
     try:
         until(lambda: "ready" in (world.folder / "watched").read_text(), "shown")
         assert command("down").returncode == 0
