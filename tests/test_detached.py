@@ -15,11 +15,13 @@ import psutil
 import pytest
 from fake_world import SOON_S, World, gone, until
 
+from llama_phase.detached import roll_back, start, stop, summary
 from llama_phase.errors import AlreadyRunning, LlamaPhaseError, PortBusy, UsageError
 from llama_phase.holder import Holder, Lock, read_holder
 from llama_phase.instance import find_folder, put_request, signal_holder, take_request
 from llama_phase.port import free_port
 from llama_phase.running_servers import birth_of
+from llama_phase.settings import Settings
 from llama_phase.supervisor_status import SupervisorStatus, read_status, write_status
 
 
@@ -43,6 +45,14 @@ class Detached:
     def up(self, *words: str) -> subprocess.CompletedProcess[str]:
         return command("up", str(self.world.model), "--port", "0", *words)
 
+    def start(self, *words: str) -> None:
+        """`up` without a process of its own, for tests of something else."""
+        settings = Settings.load(model=self.world.model, port=0)
+        start(settings, [str(self.world.model), "--port", "0", *words], lambda line: None)
+
+    def stop(self, **options: bool) -> bool:
+        return stop(self.folder, lambda line: None, **options)
+
     @property
     def status(self) -> SupervisorStatus:
         return read_status(self.folder) or SupervisorStatus()
@@ -52,9 +62,7 @@ class Detached:
 def detached(world: World) -> Iterator[Detached]:
     it = Detached(world)
     yield it
-    holder = read_holder(it.folder)
-    if holder is not None:
-        command("down", "--now")
+    it.stop(at_once=True)
     assert read_holder(it.folder) is None
 
 
@@ -98,14 +106,15 @@ def test_up_refuses_a_wrong_setting_before_anything_starts(world: World, detache
 
 
 def test_l18_a_supervisor_that_was_killed_is_told_from_one_that_was_stopped(world: World, detached: Detached) -> None:
-    assert detached.up().returncode == 0
+    detached.start()
     pid = detached.status.supervisor_pid
     os.kill(pid, signal.SIGKILL)
     until(lambda: gone(pid) and gone(world.child_pid()), "the server died with its supervisor")
     status = command("status")
     assert status.returncode == 1 and "stopped" in status.stdout and "gone without a word" in status.stdout
     world.dump.unlink()
-    assert detached.up().returncode == 0, "and it starts again"
+    detached.start()
+    assert detached.status.state == "ready", "and it starts again"
 
 
 def test_ctrl_c_in_up_leaves_it_starting(world: World, detached: Detached) -> None:
@@ -117,33 +126,34 @@ def test_ctrl_c_in_up_leaves_it_starting(world: World, detached: Detached) -> No
     process.send_signal(signal.SIGINT)
     assert process.wait(SOON_S) == 130
     assert "llama-phase down" in (world.folder / "said").read_text()
-    assert read_holder(detached.folder) is not None and command("status").returncode == 1
-    assert command("down").returncode == 0 and gone(world.child_pid())
+    assert read_holder(detached.folder) is not None and detached.status.state == "starting"
+    assert detached.stop() and gone(world.child_pid())
 
 
 def test_down_now_ends_a_stubborn_one(world: World, detached: Detached) -> None:
     world.set("FAKE_IGNORE_TERM", "1")
-    assert detached.up("--grace", "600").returncode == 0
+    detached.start("--grace", "600")
     assert command("down", "--now").returncode == 0
     assert gone(world.child_pid())
 
 
 def test_rollback_by_hand(world: World, detached: Detached) -> None:
     assert command("rollback").returncode == 1 and "no supervisor was ever started" in command("status").stderr
-    assert detached.up("--ctx", "4096").returncode == 0
+    detached.start("--ctx", "4096")
     answered = command("rollback")
     assert answered.returncode == 1 and "nothing to go back to" in answered.stderr
     _ask(detached)
-    assert command("down").returncode == 0
+    assert detached.stop()
     first = detached.status.configuration
-    assert detached.up("--ctx", "8192").returncode == 0
+    detached.start("--ctx", "8192")
     _ask(detached)
     listed = command("rollback", "--list")
     assert listed.returncode == 0 and "ctx: 4096 -> 8192" in listed.stdout and first in listed.stdout
-    assert command("rollback", "--to", "99").returncode == 1
+    with pytest.raises(LlamaPhaseError, match="no configuration 99"):
+        roll_back(detached.folder, 99, print)
     assert command("rollback").returncode == 0
     until(lambda: detached.status.configuration == first and detached.status.state == "ready", "the first is back")
-    assert "ROLLED BACK" in command("status").stdout
+    assert any("ROLLED BACK" in line for line in summary(detached.status))
 
 
 def _ask(detached: Detached) -> None:
@@ -158,13 +168,13 @@ def _ask(detached: Detached) -> None:
 
 
 def test_status_watch_ends_with_ctrl_c_and_follows_the_state(world: World, detached: Detached) -> None:
-    assert detached.up().returncode == 0
+    detached.start()
     with (world.folder / "watched").open("w") as out:
         line = [sys.executable, "-m", "llama_phase.cli", "status", "--watch"]
         process = subprocess.Popen(line, stdout=out, preexec_fn=as_typed)
     try:
         until(lambda: "ready" in (world.folder / "watched").read_text(), "shown")
-        assert command("down").returncode == 0
+        assert detached.stop()
         until(lambda: "stopped" in (world.folder / "watched").read_text(), "the change is shown")
         process.send_signal(signal.SIGINT)
         assert process.wait(SOON_S) == 130
