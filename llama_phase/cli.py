@@ -78,6 +78,9 @@ def plan(
     prefill_ubatch: Annotated[str | None, typer.Option(help="Of the prefill phase, or auto [default: 2048].")] = None,
     facts: Annotated[Path | None, typer.Option(help="Facts of another machine (`doctor --record`).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it, too: plan.png, .svg or .pdf.")] = None,
+    checked: Annotated[
+        bool, typer.Option("--checked", help="Show how right it was when this was last served.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Say what a model will need, before it is loaded. Exit code 1: it does not fit."""
@@ -94,6 +97,14 @@ def plan(
     settings = Settings.load(
         model=model, files=config_files(), ctx=ctx, expert_slots=slots, ubatch=ubatch, prefill_ubatch=prefill_ubatch
     )
+    if checked:
+        from llama_phase import plan_check
+
+        found = plan_check.find(settings.state_path, model)
+        if not found:
+            raise LlamaPhaseError(f"no plan for {model} was compared yet", fix="serve it with `-ngl 99 --cpu-moe`")
+        print("\n".join(plan_check.lines(found)))
+        return
     about = read_facts(model)
     machine = with_given(read_machine(facts) if facts else probe(), vram=vram, ram=ram, pcie=pcie)
     report = Report(about, machine, make_plan(about, machine, Choices.of(settings, about)))

@@ -160,7 +160,12 @@ class Conversations(Companion):
 
 def companions_for(settings: Settings, status: SupervisorStatus, say: Callable[[str], None]) -> list[Companion]:
     """Those these settings and the environment ask for. Raises PortBusy or UsageError for the metrics' port."""
+    from llama_phase.instance import folder_of
+    from llama_phase.plan_companion import PlanCheck
+
     found: list[Companion] = [PortStandin(), ServiceManager(os.environ)]
+    if settings.check_plan:
+        found.append(PlanCheck(folder_of(settings), say))
     if settings.metrics_port:
         found.append(MetricsPort(settings, status))
     if settings.keep_conversations:

@@ -22,7 +22,7 @@ from llama_phase.upstream_flags import flag_value, normalise
 
 FILE_NAME = "plan-check.json"
 COMPUTED_ERROR, ESTIMATED_ERROR = 0.01, 0.15  # shares of what is reported; beyond them a deviation is worth a word
-_MIB = 1 << 20
+_MIB, _GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,30 @@ def lines(deviations: Sequence[Deviation]) -> Iterator[str]:
         yield f"{'!' if deviation.is_notable else ' '} {deviation}{estimate}"
 
 
-def notes(deviations: Sequence[Deviation]) -> tuple[str, ...]:
-    """A sentence for each prediction that was missed, for the supervisor's status."""
-    return tuple(f"the plan is off: {deviation}" for deviation in deviations if deviation.is_notable)
+def summary(deviations: Sequence[Deviation]) -> str:
+    """A sentence with the figure that is most off; empty when the plan was right."""
+    notable = [deviation for deviation in deviations if deviation.is_notable]
+    if not notable:
+        return ""
+    worst = max(notable, key=lambda deviation: float("inf") if deviation.error is None else abs(deviation.error))
+    return f"the plan is off in {len(notable)} of {len(deviations)} figures, most in {worst}"
+
+
+def shortfalls(plan: Plan, settings: Settings) -> list[str]:
+    """What cannot fit, device by device: only what is computed counts, no estimate, and slots only if their number was
+    chosen. Pure."""
+    short = []
+    for device in plan.devices:
+        certain = device.dense_bytes + device.kv_bytes + device.state_bytes
+        what = "weights and K/V"
+        if settings.expert_slots not in ("auto", 0):
+            certain, what = certain + device.slots_bytes, f"weights, K/V and {plan.slots} slots"
+        if certain > device.free_bytes:
+            missing = (certain - device.free_bytes) / _GIB
+            short.append(
+                f"{device.name} is {missing:.2f} GiB short for {what} ({device.free_bytes / _GIB:.2f} GiB free)"
+            )
+    return short
 
 
 def save(folder: Path, deviations: Sequence[Deviation], *, model: str, engine: str) -> None:
@@ -92,11 +113,23 @@ def read(folder: Path) -> tuple[str, list[Deviation]] | None:
         return None
 
 
+def find(state: Path, model: Path) -> list[Deviation]:
+    """The newest comparison of `model` that a supervisor left in the state folder or its own; empty when none did."""
+    paths = [path for path in (state / FILE_NAME, *state.glob(f"port-*/{FILE_NAME}")) if path.is_file()]
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
+        saved = read(path.parent)
+        if saved is not None and saved[0] == str(model.absolute()):
+            return saved[1]
+    return []
+
+
 def plan_of(settings: Settings, machine: Machine | None = None) -> tuple[Plan | None, str]:
     """(the plan of a server about to be started, ""), or (None, why there is none). Reads the model's header and the
     machine's free memory, so call it before the server takes its share. Never raises for a model or machine."""
     flags = {normalise(word) for word in settings.upstream}
-    if not flags & {"--cpu-moe", "-cmoe"} or not (flag_value(settings.upstream, ("-ngl", "--n-gpu-layers")) or ""):
+    if not settings.check_plan:
+        return None, "check_plan is off"
+    if not flags & {"--cpu-moe", "-cmoe"} or flag_value(settings.upstream, ("-ngl", "--n-gpu-layers")) is None:
         return None, "plans are for `-ngl 99 --cpu-moe`"
     try:
         facts = read_facts(settings.model)

@@ -75,6 +75,7 @@ class Settings(BaseSettings):
     state_dir: Path | None = None
     keep_conversations: bool = False
     conversations_every_s: Annotated[int, Field(ge=0, le=86400)] = 300
+    check_plan: bool = True
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     backend: Literal["auto", "cpu", "cuda"] = "auto"
     server_binary: Path | None = None

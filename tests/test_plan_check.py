@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,9 +17,11 @@ from llama_phase.gguf_facts import ModelFacts, read_facts
 from llama_phase.given_machine import with_given
 from llama_phase.hardware import Machine
 from llama_phase.plan import Plan, make_plan
-from llama_phase.plan_check import Deviation, compare, notes
+from llama_phase.plan_check import Deviation, compare, summary
 from llama_phase.plan_choices import Choices
+from llama_phase.plan_companion import PlanCheck
 from llama_phase.plan_report import Report
+from llama_phase.server import Server
 from llama_phase.settings import Settings
 
 MACHINE = with_given(Machine(), vram="24,20", ram="192")
@@ -61,7 +64,7 @@ def reported(plan: Plan, **changes: int) -> dict:
 def test_an_engine_that_does_what_was_planned_deviates_nowhere(plan: Plan) -> None:
     props = {"default_generation_settings": {"n_ctx": 32768}}
     found = compare(plan, reported(plan), props)
-    assert {deviation.error for deviation in found} == {0.0} and notes(found) == ()
+    assert {deviation.error for deviation in found} == {0.0} and summary(found) == ""
     items = " ".join(deviation.item for deviation in found)
     for part in ("slots per layer", "pinned", "ring", "GPU 0 (CUDA0), decode", "GPU 1 (CUDA1), prefill", "context"):
         assert part in items, part
@@ -69,10 +72,11 @@ def test_an_engine_that_does_what_was_planned_deviates_nowhere(plan: Plan) -> No
 
 def test_each_figure_that_is_off_is_named_with_both_values(plan: Plan) -> None:
     found = compare(plan, reported(plan, slots_per_layer=plan.slots // 2, compute=4 << 30))
-    said = notes(found)
+    said = [line[2:] for line in plan_check.lines(found) if line.startswith("!")]
     assert len(said) == 3, said
     assert f"slots per layer: {plan.slots} slots planned, {plan.slots // 2} slots reported" in said[0]
     assert all("GPU 0 (CUDA0), prefill phase" in text and "MiB planned" in text and "(-" in text for text in said[1:])
+    assert summary(found).startswith(f"the plan is off in 3 of {len(found)} figures, most in slots per layer: ")
 
 
 def test_estimates_may_be_off_by_more_than_what_is_computed() -> None:
@@ -120,8 +124,48 @@ def test_a_server_gets_a_plan_when_plans_apply_to_it(flash: ModelFacts, tmp_path
         assert planned is None and why
 
 
+def companion(folder: Path, said: list[str], vram: str, **settings: object) -> tuple[PlanCheck, Settings]:
+    given = {"upstream": ["-ngl", "99", "--cpu-moe"]} | settings
+    return PlanCheck(folder, said.append, machine=with_given(Machine(), vram=vram, ram="192")), Settings.load(**given)
+
+
+def test_l6_what_cannot_fit_is_refused_before_loading_with_the_shortfall_of_each_device(
+    flash: ModelFacts, tmp_path: Path
+) -> None:
+    check, settings = companion(tmp_path, [], "24,20", model=flash.path, ctx=32768, expert_slots=500)
+    with pytest.raises(UsageError) as caught:
+        check.starting(settings)
+    assert "GPU 1 is" in str(caught.value) and "GiB short for weights, K/V and 500 slots" in str(caught.value)
+    assert "llama-phase plan" in caught.value.fix
+    check, settings = companion(tmp_path, [], "1,1", model=flash.path, ctx=32768)
+    with pytest.raises(UsageError, match=r"GPU 0 is .* GPU 1 is"):
+        check.starting(settings)
+
+
+def test_l17_an_estimate_refuses_nothing_and_there_is_a_way_to_force(flash: ModelFacts, tmp_path: Path) -> None:
+    fixed = make_plan(flash, MACHINE, Choices(ctx=32768, slots=0)).devices
+    certain = max(d.dense_bytes + d.kv_bytes + d.state_bytes for d in fixed) / (1 << 30)
+    tight = f"{certain + 0.1:.2f},{certain + 0.1:.2f}"  # the compute buffers do not fit, as far as one knows
+    assert not make_plan(flash, with_given(Machine(), vram=tight), Choices(ctx=32768, slots=0)).fits_vram
+    check, settings = companion(tmp_path, [], tight, model=flash.path, ctx=32768)
+    check.starting(settings)
+    check, settings = companion(tmp_path, [], "1", model=flash.path, ctx=32768, check_plan=False)
+    check.starting(settings)
+
+
+def test_a_restart_is_not_refused_while_the_memory_of_the_dead_is_not_free_yet(
+    flash: ModelFacts, tmp_path: Path
+) -> None:
+    check, settings = companion(tmp_path, [], "24,20", model=flash.path, ctx=32768)
+    check.starting(settings)
+    check._machine = with_given(Machine(), vram="1,1")
+    check.starting(settings)
+    with pytest.raises(UsageError):
+        check.starting(settings.model_copy(update={"ctx": 16384}))
+
+
 @pytest.mark.engine
-def test_what_is_computed_agrees_with_the_real_engine(one_server, prompt, model_path) -> None:
+def test_what_is_computed_agrees_with_the_real_engine(one_server, prompt, model_path, tmp_path: Path) -> None:
     """Slots, ring and what is pinned, to the byte; a CPU engine has no VRAM to compare."""
     facts = read_facts(model_path("qwen3moe"))
     choices = Choices(ctx=4096, slots=24, expert_batch=4)
@@ -131,6 +175,15 @@ def test_what_is_computed_agrees_with_the_real_engine(one_server, prompt, model_
     found = {deviation.item: deviation for deviation in compare(plan, server.phase(), server.http.get("/props").json())}
     assert set(found) == {"slots per layer", "slots", "pinned host memory", "layers with slots", "ring", "context"}
     assert {item: deviation.error for item, deviation in found.items() if deviation.error} == {}
+    said: list[str] = []
+    # served with other slots than planned, and on another device
+    check, settings = companion(tmp_path, said, "24", model=facts.path, ctx=4096, expert_slots=64, port=server.port)
+    check.starting(settings)
+    check.ready(Server(settings))
+    check._checking.join(30)
+    assert len(said) == 1 and "most in slots per layer: 32 slots planned, 24 slots reported" in said[0], said
+    assert plan_check.find(tmp_path.parent, facts.path) == []
+    assert len(plan_check.find(tmp_path, facts.path)) == len(found)
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
@@ -178,3 +231,15 @@ def test_plot_of_the_command(flash: ModelFacts, tmp_path: Path) -> None:
     )
     assert done.returncode == 0 and "slots per layer" in done.stdout, done.stderr
     assert picture.stat().st_size > 10_000
+
+
+def test_checked_of_the_command(tmp_path: Path) -> None:
+    def run() -> subprocess.CompletedProcess[str]:
+        words = ["plan", "m.gguf", "--checked"]
+        environment = os.environ | {"LLAMA_PHASE_STATE_DIR": str(tmp_path), "LLAMA_PHASE_CONFIG": "off"}
+        command = [sys.executable, "-m", "llama_phase.cli", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+
+    assert (run().returncode, "was compared yet" in run().stderr) == (1, True)
+    plan_check.save(tmp_path, [Deviation("ring", 2 << 20, 1 << 20)], model=str(tmp_path / "m.gguf"), engine="e")
+    assert run().stdout == "! ring: 2 MiB planned, 1 MiB reported (+100%)\n"
