@@ -40,6 +40,10 @@ def serve(
     rollback: Annotated[
         bool | None, typer.Option("--rollback/--no-rollback", help="Go back to what served last [default: yes].")
     ] = None,
+    keep_conversations: Annotated[
+        bool | None, typer.Option("--keep-conversations", help="Save them on stop, restore them at start.")
+    ] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Port for Prometheus metrics [default: none].")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File with the API key (or LLAMA_PHASE_API_KEY).")] = None,
 ) -> None:
     """Serve a model until Ctrl-C.

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import array
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 from engine_server import EngineServer, wait_until
+from fake_world import until
+from test_supervisor import Run
+from test_supervisor_engine import real  # noqa: F401  (a fixture)
 
 from llama_phase.client import RequestFailed
 from llama_phase.conversation_keeper import ConversationKeeper
 from llama_phase.conversations import Conversations, Outcome, checksum, identity_of, is_due
+from llama_phase.port import free_port
 from llama_phase.settings import Settings, argv
 from llama_phase.slot_client import Replay, Slot, SlotClient, saved_tokens
 
@@ -340,3 +347,34 @@ def test_with_the_real_server(one_server, prompt, model: str, tmp_path: Path, mo
             "a damaged state is found by replaying"
         )
         assert server.complete(more, n=8, cache=True).n_cached == 0
+
+
+@pytest.mark.engine
+def test_under_a_supervisor_it_outlives_a_stop_and_a_crash(real: Callable[..., Run], prompt) -> None:  # noqa: F811
+    port = free_port("127.0.0.1")
+    options = {"keep_conversations": True, "conversations_every_s": 1, "port": port}
+
+    def ask(words: Sequence[int]) -> dict:
+        body = EngineServer.request(words, 8, cache=True, n_probs=0)
+        return httpx.post(f"http://127.0.0.1:{port}/completion", json=body, timeout=60).json()
+
+    def said(it: Run, what: str) -> None:
+        until(lambda: any(what in sentence for sentence in it.status.notes), what)
+
+    it = real(**options)
+    it.until_state("ready")
+    words = [*prompt("qwen3moe", 400)]
+    words += ask(words)["tokens"]
+    it.signals.stop = True
+    it.until_over()
+    it = real(**options)
+    said(it, "conversations restored: slot 0")
+    answer = ask([*words, 5, 6])
+    assert answer["timings"]["cache_n"] == len(words) - 1  # all but the last token, which was only sampled
+    words += [5, 6, *answer["tokens"]]
+    about = it.folder / "conversations" / f"port{port}" / "slot0.json"
+    until(lambda: json.loads(about.read_text())["n_tokens"] == len(words) - 1, "saved again")
+    os.kill(it.status.server_pid or 0, signal.SIGKILL)
+    until(lambda: it.status.restarts == 1 and it.status.state == "ready", "ready again")
+    said(it, "conversations restored: slot 0")
+    assert ask([*words, 7])["timings"]["cache_n"] == len(words) - 1
