@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 
+from llama_phase.client import RequestFailed
 from llama_phase.conversations import Conversations, Outcome, folder_for, identity_of, is_due
 from llama_phase.errors import LlamaPhaseError
 from llama_phase.settings import Settings
 from llama_phase.slot_client import SlotClient
 
 TICK_S = 0.25
+SLEEPS = "--sleep-idle-seconds"
 
 
 class ConversationKeeper:
@@ -29,6 +31,7 @@ class ConversationKeeper:
         self._settings, self._say = settings, say
         self._connect = connect or (lambda: SlotClient(settings.base_url, api_key=settings.probe_key))
         self._life: _Life | None = None
+        self._said: set[str] = set()
 
     def prepare(self) -> None:
         """Before each spawn. Raises LlamaPhaseError when the folder cannot be made."""
@@ -49,7 +52,9 @@ class ConversationKeeper:
             self._say(f"conversations are not kept: {error}")
             return
         self._tell("restored", conversations.restore())
-        self._life = _Life(client, conversations, self._settings.conversations_every_s, self._tell)
+        # asking keeps a server awake, and wakes it up
+        every_s = 0 if SLEEPS in self._settings.upstream else self._settings.conversations_every_s
+        self._life = _Life(client, conversations, every_s, self._tell)
         self._life.start()
 
     def stopping(self, *, within_s: float) -> None:
@@ -71,7 +76,9 @@ class ConversationKeeper:
             plural = "s" if len(outcome.slots) > 1 else ""
             self._say(f"conversations {done}: slot{plural} {', '.join(map(str, outcome.slots))}")
         for sentence in outcome.dropped:
-            self._say(sentence)
+            if sentence not in self._said:  # the same at every interval is not news
+                self._said.add(sentence)
+                self._say(sentence)
 
 
 class _Life(threading.Thread):
@@ -101,5 +108,12 @@ class _Life(threading.Thread):
                     began_s = time.monotonic()
                     if not self._ended.is_set():  # what fails because the server goes down is not worth saying
                         self._tell("", outcome)
-            if self._save_last:
+            if self._save_last and not self._sleeps():
                 self._tell("saved", self._conversations.save())
+
+    def _sleeps(self) -> bool:
+        """A server that sleeps holds no conversation any more."""
+        try:
+            return bool(self._client.props().get("is_sleeping"))
+        except RequestFailed:
+            return False

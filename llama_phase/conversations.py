@@ -128,6 +128,7 @@ class Conversations:
         try:
             slots = self._slots.held()
         except RequestFailed as error:
+            self._useless = error.status == 501  # started with --no-slots
             return Outcome(dropped=(f"conversations are not saved: {error}",))
         if any(slot.busy for slot in slots):
             return Outcome()

@@ -38,7 +38,7 @@ class FakeSlots:
     def __init__(self, folder: Path, n: int = 2):
         self.folder, self.content, self.task = folder, [[] for _ in range(n)], [-1] * n
         self.busy, self.gone, self.refuses, self.off, self.forgets = False, False, "", 0.0, False
-        self.n_tasks = 0
+        self.n_tasks = self.status = 0
 
     def type(self, slot: int, *tokens: int) -> None:
         self.n_tasks += 1
@@ -47,7 +47,7 @@ class FakeSlots:
 
     def held(self) -> list[Slot]:
         if self.gone:
-            raise RequestFailed("no answer")
+            raise RequestFailed("no answer", status=self.status)
         return [Slot(i, len(tokens), self.task[i], self.busy) for i, tokens in enumerate(self.content)]
 
     def save(self, slot: int, filename: str) -> None:
@@ -282,6 +282,41 @@ def test_it_saves_at_intervals_too(server: FakeSlots) -> None:
     keeper.ready()
     wait_until(lambda: files(server.folder) == ["m.gguf", *BOTH], "an interval passed")
     keeper.gone()
+
+
+def test_the_same_failure_at_every_interval_is_said_once(server: FakeSlots) -> None:
+    said: list[str] = []
+    keeper = keep(server, said, conversations_every_s=1)
+    keeper.ready()
+    asked = 0
+
+    def refuse() -> list[Slot]:
+        nonlocal asked
+        asked += 1
+        raise RequestFailed("disk full", status=500)
+
+    assert keeper._life is not None
+    keeper._life._client.held = refuse  # type: ignore[method-assign]
+    wait_until(lambda: asked == 2, "two intervals passed")
+    keeper.gone()
+    assert said == ["conversations are not saved: disk full"]
+
+
+def test_a_server_without_slots_is_asked_once(server: FakeSlots) -> None:
+    server.gone = True
+    conversations = keeper(server)
+    server.status = 501
+    assert len(conversations.save().dropped) == 1 and conversations.save() == Outcome()
+
+
+def test_a_sleeping_server_is_not_woken(server: FakeSlots, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServedSlots, "props", lambda self, **_: {"build_info": "e", "is_sleeping": True})
+    upstream = ["--slot-save-path", str(server.folder), "--sleep-idle-seconds", "1"]
+    keeper = keep(server, [], conversations_every_s=1, upstream=upstream)
+    keeper.ready()
+    assert keeper._life is not None and keeper._life._every_s == 0
+    keeper.stopping(within_s=10)
+    assert files(server.folder) == ["m.gguf"]
 
 
 def test_a_server_that_does_not_answer_holds_up_the_stop_no_longer_than_it_may(server: FakeSlots) -> None:
