@@ -24,6 +24,7 @@ from llama_phase.server import Server, StallWatch
 from llama_phase.supervisor_status import Failure
 
 VITALS_EVERY_S = 1.0
+MIN_HANG_S = 3.0  # several beats of the observer
 LOST_S = 8.0  # between a broken connection and the end of its process; the engine's own last wait is 5
 DRAIN_LOOK_S = 0.2
 SERVED_LINE = "prompt eval time"  # of llama-server's log: a request was answered
@@ -104,7 +105,7 @@ class Attempt:
 
     def _good_news(self, fact: Loaded | Proved) -> Event:
         if isinstance(fact, Loaded):
-            self._stall = HangWatch(time.monotonic(), self.server.settings.stall_s)
+            self._stall = HangWatch(time.monotonic(), max(self.server.settings.stall_s, MIN_HANG_S))
         else:
             self.server.state = State.READY
             log = self.server.log_path or Path()
