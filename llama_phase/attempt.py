@@ -15,12 +15,13 @@ from llama_phase.client import RequestFailed
 from llama_phase.errors import LlamaPhaseError, ServerCrash, ServerStartError
 from llama_phase.hang_dump import write_dump
 from llama_phase.hang_watch import HangWatch
-from llama_phase.lifecycle import Ended, Event, Loaded, Proved, Served, Spawned, State
+from llama_phase.lifecycle_terms import Ended, Event, Loaded, Proved, Served, Spawned, State
 from llama_phase.observer import Observer
 from llama_phase.port import listens
 from llama_phase.readiness import ProbeFailed
 from llama_phase.running_servers import birth_of
-from llama_phase.server import Server, StallWatch
+from llama_phase.server import Server
+from llama_phase.stall_watch import StallWatch
 from llama_phase.supervisor_status import Failure
 
 VITALS_EVERY_S = 1.0

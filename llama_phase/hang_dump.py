@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llama_phase.observer import Observer
-    from llama_phase.server import Vitals
+    from llama_phase.stall_watch import Vitals
 
 KEEP = 5
 

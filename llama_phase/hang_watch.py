@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from llama_phase.server import StallWatch, Vitals
+from llama_phase.stall_watch import StallWatch, Vitals
 
 WEAK = 4
 

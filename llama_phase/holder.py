@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,11 +21,12 @@ from llama_phase.errors import AlreadyRunning, LlamaPhaseError, PortBusy
 from llama_phase.running_servers import birth_of, same_process
 
 FILE_NAME = "lock"
+READERS_GO = 25  # attempts
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A supervisor: its process by pid and birth time (seconds since the epoch), and what it serves."""
+    """A supervisor: its process by pid and birth (see running_servers.birth_of), and what it serves."""
 
     pid: int
     birth_s: float | None
@@ -37,12 +39,17 @@ class Holder:
 
 
 def read_holder(folder: Path) -> Holder | None:
-    """The living supervisor of `folder`, None when there is none."""
+    """The living supervisor of `folder`, None when there is none: the file alone proves nothing, the lock does."""
     try:
-        holder = Holder(**json.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
+        with (folder / FILE_NAME).open(encoding="utf-8") as file:
+            holder = Holder(**json.load(file))
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return holder if holder.alive else None
     except (OSError, ValueError, TypeError):
-        return None
-    return holder if holder.alive else None
+        pass
+    return None
 
 
 class Lock:
@@ -63,12 +70,10 @@ class Lock:
                 f"cannot write in {self.folder}: {error.strerror}",
                 fix="free or allow it, or name another folder with LLAMA_PHASE_STATE_DIR",
             ) from None
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not self._lock_folder(self._fd):
             holder = read_holder(self.folder)
             self.release()
-            raise _already_running(self.folder, holder) from None
+            raise _already_running(self.folder, holder)
         try:
             for host in hosts if port else ():
                 self._sockets.append(_lock_address(host, port))
@@ -78,6 +83,18 @@ class Lock:
         text = json.dumps(asdict(Holder(os.getpid(), birth_of(os.getpid()), model, port))).encode()
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, text, 0)
+
+    def _lock_folder(self, fd: int) -> bool:
+        """Whether it was free. Whoever reads the holder locks the file as well, for a moment."""
+        for _ in range(READERS_GO):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except OSError:
+                if read_holder(self.folder) is not None:
+                    return False
+                time.sleep(0.02)
+        return False
 
     def release(self) -> None:
         """Give everything back. Idempotent."""

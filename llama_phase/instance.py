@@ -22,7 +22,7 @@ from llama_phase.holder import Holder, read_holder
 from llama_phase.tree import write_atomically
 
 if TYPE_CHECKING:
-    from llama_phase.lifecycle import Policy
+    from llama_phase.lifecycle_terms import Policy
     from llama_phase.settings import Settings
 
 CHANGE_SIGNAL = signal.SIGUSR1
@@ -43,7 +43,7 @@ def folder_of(settings: Settings) -> Path:
 
 def policy_of(settings: Settings) -> Policy:
     """The restart rules these settings ask for."""
-    from llama_phase.lifecycle import Policy
+    from llama_phase.lifecycle_terms import Policy
 
     return Policy(restarts=settings.restarts, rollback=settings.rollback)
 

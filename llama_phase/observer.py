@@ -13,7 +13,7 @@ from typing import Any
 from llama_phase.client import Client, RequestFailed
 from llama_phase.errors import LlamaPhaseError
 from llama_phase.hang_watch import Beat, beat_of
-from llama_phase.lifecycle import Loaded, Proved
+from llama_phase.lifecycle_terms import Loaded, Proved
 from llama_phase.readiness import prove
 
 HEALTH_EVERY_S = 0.1

@@ -13,28 +13,39 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
-
 
 def birth_of(pid: int) -> float | None:
-    """Start time of a live process in seconds since the epoch, None when there is none (a zombie is none)."""
+    """Start time of a live process, None when there is none (a zombie is none).
+
+    In seconds since the machine started: unlike a time of day it does not move when somebody sets the clock.
+    """
     try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except psutil.Error:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        fields = text.rpartition(")")[2].split()  # the name before may hold anything
+        return None if fields[0] in "ZX" else int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
         return None
 
 
 def same_process(pid: int, birth: float | None) -> bool:
     """Whether `pid` is still the process that started at `birth` (kernel clock ticks: 10 ms)."""
     now = birth_of(pid)
-    return now is not None and birth is not None and abs(now - birth) < 0.02
+    return now is not None and birth is not None and abs(now - birth) < 0.005
+
+
+def boot_id() -> str:
+    """Different after each start of the machine; empty where it cannot be told."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def write_record(folder: Path, pid: int) -> Path | None:
     """Record server `pid` as owned by this process. None when the folder cannot be written: only reaping is lost."""
     path = folder / f"{pid}.json"
     record = {"pid": pid, "birth": birth_of(pid), "owner": os.getpid(), "owner_birth": birth_of(os.getpid())}
+    record["boot"] = boot_id()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.write_text(json.dumps(record), encoding="utf-8")
@@ -51,14 +62,16 @@ def reap_orphans(folder: Path) -> list[int]:
             record = json.loads(path.read_text(encoding="utf-8"))
             pid, birth = int(record["pid"]), record["birth"]
             owner, owner_birth = int(record["owner"]), record["owner_birth"]
+            another_boot = record.get("boot", boot_id()) != boot_id()
         except (OSError, ValueError, KeyError, TypeError):
             path.unlink(missing_ok=True)
             continue
-        if same_process(owner, owner_birth):
+        if same_process(owner, owner_birth) and not another_boot:
             continue
-        if same_process(pid, birth):
+        if same_process(pid, birth) and not another_boot:
             with contextlib.suppress(OSError):
-                os.killpg(pid, signal.SIGKILL)  # every server leads a group of its own
-                killed.append(pid)
+                if os.getpgid(pid) == pid:  # every server leads a group of its own
+                    os.killpg(pid, signal.SIGKILL)
+                    killed.append(pid)
         path.unlink(missing_ok=True)
     return killed

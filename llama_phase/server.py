@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -34,10 +33,11 @@ from llama_phase.client import Client
 from llama_phase.env import child_environment
 from llama_phase.errors import LlamaPhaseError, MissingPrerequisite, ServerStartError, UsageError
 from llama_phase.gguf_header import check_model
-from llama_phase.lifecycle import State
+from llama_phase.lifecycle_terms import State
 from llama_phase.port import check_port, free_port, listens, port_busy
 from llama_phase.settings import Settings, argv
 from llama_phase.speculation import with_speculation
+from llama_phase.stall_watch import StallWatch, Vitals
 from llama_phase.upstream_flags import DRAFT_MODEL, flag_value
 
 TICK_S = 0.05
@@ -45,40 +45,6 @@ HEALTH_EVERY_S = 0.2
 VITALS_EVERY_S = 1.0
 _PR_SET_PDEATHSIG = 1
 ROOT = Path(__file__).resolve().parent.parent
-
-
-class Vitals(NamedTuple):
-    """What shows that a process is alive: totals since its start, and its resident memory now."""
-
-    log_bytes: int = 0
-    cpu_s: float = 0.0
-    rss_bytes: int = 0
-    read_bytes: int = 0
-
-
-class StallWatch:
-    """Seconds since a sign of life. Pure: fed with times and vitals.
-
-    Our own /health requests cost the server a little processor time and memory, so those two count only beyond what
-    they can explain.
-    """
-
-    def __init__(self, now_s: float):
-        self._seen = Vitals()
-        self._seen_s = self._alive_s = now_s
-
-    def idle_s(self, now_s: float, vitals: Vitals) -> float:
-        before, passed_s = self._seen, now_s - self._seen_s
-        alive = (
-            vitals.log_bytes != before.log_bytes
-            or vitals.read_bytes != before.read_bytes
-            or abs(vitals.rss_bytes - before.rss_bytes) >= 1 << 20
-            or vitals.cpu_s - before.cpu_s > 0.05 * passed_s
-        )
-        self._seen, self._seen_s = vitals, now_s
-        if alive:
-            self._alive_s = now_s
-        return now_s - self._alive_s
 
 
 def find_binary(settings: Settings) -> Path:

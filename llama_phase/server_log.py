@@ -22,7 +22,7 @@ _RELEVANT = re.compile(
 def open_log(folder: Path, port: int) -> tuple[Path, int]:
     """Create a new log file, readable by this user only: (path, file descriptor open for appending).
 
-    The newest KEEP_LOGS files of this port stay. Raises LlamaPhaseError when the folder cannot be written.
+    The newest KEEP_LOGS files stay, and those of other supervisors that live. Raises LlamaPhaseError when the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -33,8 +33,10 @@ def open_log(folder: Path, port: int) -> tuple[Path, int]:
             f"cannot write a log in {folder}: {error.strerror}",
             fix="free or allow it, or name another folder with LLAMA_PHASE_STATE_DIR",
         ) from None
-    for old in sorted(folder.glob(f"*-port{port}-*.log"))[:-KEEP_LOGS]:
-        old.unlink(missing_ok=True)
+    for old in sorted(folder.glob("*-port*.log"))[:-KEEP_LOGS]:
+        owner = old.stem.rpartition("-")[2]
+        if owner == str(os.getpid()) or not Path(f"/proc/{owner}").exists():
+            old.unlink(missing_ok=True)
     return path, fd
 
 

@@ -17,13 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from llama_phase import lifecycle
+from llama_phase import lifecycle_terms as terms
 from llama_phase.attempt import Attempt, refused
 from llama_phase.companions import Companion
 from llama_phase.configuration import Configuration, configuration_of, difference, environment_for, settings_for
 from llama_phase.errors import LlamaPhaseError, UsageError
 from llama_phase.journal import Journal
-from llama_phase.lifecycle import Lifecycle, Policy, State
+from llama_phase.lifecycle import Lifecycle
+from llama_phase.lifecycle_terms import Policy, State
 from llama_phase.running_servers import birth_of
 from llama_phase.server import TICK_S, Server, find_binary
 from llama_phase.settings import Settings
@@ -89,7 +90,7 @@ class Supervisor:
     def run(self, wishes: Wishes, tick: Callable[[], None] = lambda: None) -> SupervisorStatus:
         """Until stopped or failed; the last status. `tick` is called often. Whatever is raised, no server is left."""
         try:
-            self._handle(lifecycle.StopAsked() if wishes.asked() else lifecycle.StartAsked(), wishes)
+            self._handle(terms.StopAsked() if wishes.asked() else terms.StartAsked(), wishes)
             while not self.lifecycle.over:
                 self._look(wishes)
                 tick()
@@ -110,7 +111,7 @@ class Supervisor:
     def _look(self, wishes: Wishes) -> None:
         wanted = wishes.change_asked()
         if wishes.asked():
-            self._handle(lifecycle.StopAsked(), wishes)
+            self._handle(terms.StopAsked(), wishes)
         elif wanted:
             self._change(wanted, wishes)
         else:
@@ -121,8 +122,8 @@ class Supervisor:
                 self._do(self.lifecycle.tick(self._wall()), wishes)
         self._publish()
 
-    def _handle(self, event: lifecycle.Event, wishes: Wishes) -> None:
-        if isinstance(event, lifecycle.Ended) and self.attempt is not None:
+    def _handle(self, event: terms.Event, wishes: Wishes) -> None:
+        if isinstance(event, terms.Ended) and self.attempt is not None:
             self.error = self.attempt.error
             self._drop()
         was = self.lifecycle.state
@@ -137,21 +138,21 @@ class Supervisor:
                 companion.waiting(self.settings, self.status)
         self._do(actions, wishes)
 
-    def _do(self, actions: list[lifecycle.Action], wishes: Wishes) -> None:
+    def _do(self, actions: list[terms.Action], wishes: Wishes) -> None:
         for action in actions:
-            if isinstance(action, lifecycle.Say):
+            if isinstance(action, terms.Say):
                 self._say(action.text)
-            elif isinstance(action, lifecycle.NoteServed):
+            elif isinstance(action, terms.NoteServed):
                 self._write(lambda it=action: self._journal.served(it.configuration))
-            elif isinstance(action, lifecycle.NoteFailed):
+            elif isinstance(action, terms.NoteFailed):
                 self._write(lambda it=action: self._journal.failed(it.configuration, it.failure.text))
-            elif isinstance(action, lifecycle.Start):
+            elif isinstance(action, terms.Start):
                 self._publish()
                 self._handle(self._start(action.configuration), wishes)
             else:
                 self._publish()
                 self._stop(wishes)
-                self._handle(lifecycle.Gone(), wishes)
+                self._handle(terms.Gone(), wishes)
 
     def _write(self, write: Callable[[], None]) -> None:
         try:
@@ -159,7 +160,7 @@ class Supervisor:
         except OSError as error:
             self._say(f"cannot write the journal in {self._journal.folder}: {error.strerror}; a rollback may miss this")
 
-    def _start(self, configuration: Configuration) -> lifecycle.Event:
+    def _start(self, configuration: Configuration) -> terms.Event:
         self._notes = ()
         try:
             settings = self.settings
@@ -174,7 +175,7 @@ class Supervisor:
             event = attempt.start()
         except LlamaPhaseError as error:
             self.error = error
-            return lifecycle.Ended(refused(error, self._wall()))
+            return terms.Ended(refused(error, self._wall()))
         self.attempt, server = attempt, attempt.server
         # a port of the system's choice is kept: clients know it by now
         self.settings = self.settings.model_copy(update={"port": server.settings.port})
@@ -196,7 +197,7 @@ class Supervisor:
     def _change(self, fingerprint: str, wishes: Wishes) -> None:
         for record in self._journal.good():
             if record.configuration.fingerprint == fingerprint:
-                self._handle(lifecycle.ChangeAsked(record.configuration), wishes)
+                self._handle(terms.ChangeAsked(record.configuration), wishes)
                 return
         self._say(f"there is no configuration {fingerprint} to go to")
 

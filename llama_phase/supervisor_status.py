@@ -1,7 +1,8 @@
 """What a supervisor says of itself, as plain data: for `status`, metrics, the service manager and other programs.
 
 One frozen object, replaced as a whole at every change, and written to `status.json` in the supervisor's folder, so that
-a reader sees one moment or another, never half of each. Times are seconds since the epoch.
+a reader sees one moment or another, never half of each. Times are seconds since the epoch, births of processes seconds
+since the machine started.
 """
 
 from __future__ import annotations

@@ -203,6 +203,29 @@ def test_one_supervisor_per_folder_and_per_address(tmp_path: Path) -> None:
     same_port.release()
 
 
+def test_whoever_looks_at_a_lock_does_not_keep_it(tmp_path: Path) -> None:
+    from threading import Event, Thread
+
+    ended = Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            read_holder(tmp_path)
+
+    readers = [Thread(target=look) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    try:
+        for _ in range(20):
+            lock = Lock(tmp_path)
+            lock.take("m", [], 0)
+            lock.release()
+    finally:
+        ended.set()
+        for reader in readers:
+            reader.join()
+
+
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom llama_phase.holder import Lock\n"

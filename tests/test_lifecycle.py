@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llama_phase import crash
-from llama_phase import lifecycle as lc
+from llama_phase import lifecycle_terms as lc
 from llama_phase.configuration import Configuration
-from llama_phase.lifecycle import Lifecycle, Policy, State
+from llama_phase.lifecycle import Lifecycle
+from llama_phase.lifecycle_terms import Policy, State
 from llama_phase.supervisor_status import Failure
 
 A, B, C = (Configuration({"model": f"/m/{name}.gguf"}, {}, "engine") for name in "abc")

@@ -25,10 +25,12 @@ from llama_phase.client import RequestFailed
 from llama_phase.errors import EngineUnusable, PortBusy, ServerCrash, ServerStartError, UsageError
 from llama_phase.exit_meaning import explain_exit, name_status
 from llama_phase.foreground import Timings, describe_phase
+from llama_phase.lifecycle_terms import State
 from llama_phase.port import check_port, free_port
-from llama_phase.server import Server, StallWatch, State, Vitals
+from llama_phase.server import Server
 from llama_phase.server_log import LogTail, open_log, relevant_lines
 from llama_phase.settings import Settings
+from llama_phase.stall_watch import StallWatch, Vitals
 
 TESTS = Path(__file__).parent
 
@@ -285,8 +287,8 @@ def test_log_tail_returns_whole_lines_only(tmp_path: Path) -> None:
 
 def test_old_logs_are_removed_and_logs_are_private(tmp_path: Path) -> None:
     for index in range(40):
-        (tmp_path / f"20200101-{index:06}-port8080-1.log").touch()
-    (tmp_path / "20200101-000000-port1-1.log").touch()  # perhaps of a server that runs
+        (tmp_path / f"20200101-{index:06}-port1-99999999.log").touch()
+    (tmp_path / "20200101-000000-port1-1.log").touch()  # of a process that lives
     path, fd = open_log(tmp_path, 8080)
     os.close(fd)
     assert len(list(tmp_path.iterdir())) == 21 and path.exists()

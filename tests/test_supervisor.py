@@ -18,67 +18,11 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_world import World, gone, until
+from supervised import Run
 
-from llama_phase.companions import companions_for
-from llama_phase.errors import EngineUnusable, LlamaPhaseError, ServerCrash, ServerStartError
-from llama_phase.instance import folder_of
+from llama_phase.errors import EngineUnusable, ServerCrash, ServerStartError
 from llama_phase.journal import Journal
-from llama_phase.lifecycle import Policy
-from llama_phase.settings import Settings
-from llama_phase.supervisor import Supervisor
-from llama_phase.supervisor_status import SupervisorStatus, read_status
-
-
-class Asked:
-    """What signals would ask for."""
-
-    first = None
-
-    def __init__(self) -> None:
-        self.stop = self.hurry = False
-        self.change: str | None = None
-
-    def asked(self) -> bool:
-        return self.stop
-
-    def asked_twice(self) -> bool:
-        return self.hurry
-
-    def change_asked(self) -> str | None:
-        wanted, self.change = self.change, None
-        return wanted
-
-
-class Run:
-    """A supervisor in a thread."""
-
-    def __init__(self, world: World, *, upstream: tuple[str, ...] = (), policy: dict | None = None, **options: object):
-        self.settings = Settings.load(**{"model": world.model, "port": 0, "grace_s": 5} | options, upstream=upstream)
-        self.folder = folder_of(self.settings)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.signals, self.said = Asked(), []
-        rules = Policy(**{"restarts": 2, "delay_s": 0.05, "settled_s": 0.2} | (policy or {}))
-        self.supervisor = Supervisor(self.settings, self.folder, policy=rules, say=self.said.append)
-        self.supervisor.companions = companions_for(self.settings, self.supervisor.status, self.supervisor.note)
-        self.thread = threading.Thread(target=lambda: self.supervisor.run(self.signals), daemon=True)
-        self.thread.start()
-
-    @property
-    def status(self) -> SupervisorStatus:
-        return read_status(self.folder) or SupervisorStatus()
-
-    def until_state(self, *states: str) -> SupervisorStatus:
-        until(lambda: self.status.state in states, f"{states}; it is {self.status.state}: {self.said}")
-        return self.status
-
-    def until_over(self) -> LlamaPhaseError | None:
-        until(lambda: not self.thread.is_alive(), f"the supervisor ended: {self.said}")
-        return self.supervisor.error
-
-    def close(self) -> None:
-        self.signals.stop = self.signals.hurry = True
-        self.thread.join(30)
-        assert not self.thread.is_alive()
+from llama_phase.supervisor_status import SupervisorStatus
 
 
 @pytest.fixture
@@ -208,7 +152,7 @@ def test_a_first_prompt_that_never_ends_is_a_hang_too(world: World, run: Callabl
 
 def test_l15_a_long_answer_that_makes_progress_is_left_alone() -> None:
     from llama_phase.hang_watch import WEAK, Beat, HangWatch, beat_of
-    from llama_phase.server import Vitals
+    from llama_phase.stall_watch import Vitals
 
     def slot(n_prompt: int, n_decoded: int, busy: bool = True) -> list[dict]:
         return [

@@ -11,16 +11,16 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from fake_world import until
-from test_supervisor import Run, World
+from fake_world import World, until
+from supervised import Run
 
 from llama_phase.server import Server
 from llama_phase.settings import Settings
 
 pytestmark = pytest.mark.engine
 SMALL = ("-t", "1", "-tb", "1", "-np", "1", "-ngl", "0", "--no-warmup", "--no-ui")
-# of the real server; a third of a second each
-CYCLES = int(os.environ.get("TEST_CYCLES", "100"))
+# of the real server; TEST_CYCLES=100 for the long run
+CYCLES = int(os.environ.get("TEST_CYCLES", "25"))
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_restarts_leak_nothing(real: Callable[..., Run]) -> None:
     cycle()
     until(lambda: me.num_threads() < 60, "threads of earlier tests ended")
     files, threads = me.num_fds(), me.num_threads()
-    for _ in range(max(3, CYCLES // 10)):
+    for _ in range(max(3, CYCLES // 8)):
         cycle()
     until(lambda: me.num_fds() <= files and me.num_threads() <= threads, f"as before: {files} files, {threads} threads")
     assert len(me.children()) == 1

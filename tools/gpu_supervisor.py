@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from synth_gguf import make_model  # noqa: E402
 
-from llama_phase.lifecycle import Policy  # noqa: E402
+from llama_phase.lifecycle_terms import Policy  # noqa: E402
 from llama_phase.settings import Settings  # noqa: E402
 from llama_phase.supervisor import Supervisor  # noqa: E402
 from llama_phase.supervisor_status import SupervisorStatus, read_status  # noqa: E402
