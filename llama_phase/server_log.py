@@ -22,7 +22,8 @@ _RELEVANT = re.compile(
 def open_log(folder: Path, port: int) -> tuple[Path, int]:
     """Create a new log file, readable by this user only: (path, file descriptor open for appending).
 
-    The newest KEEP_LOGS files stay, and those of other supervisors that live. Raises LlamaPhaseError when the folder cannot be written.
+    The newest KEEP_LOGS files stay, and those of other supervisors that live. Raises LlamaPhaseError when the folder
+    cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from engine_server import DECODE_UBATCH, PHASE_BIN, ROOT, STOCK_BIN, EngineServer, Fleet, phase_environment, server_args
 from fake_world import World
+from supervised import SMALL, Run
 
 MODELS_DIR = ROOT / "models"
 GEMMA = "gemma"
@@ -110,3 +111,24 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     made = World(tmp_path, monkeypatch)
     yield made
     made.close()
+
+
+@pytest.fixture
+def real(
+    world: World, engine: Path, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Run]]:
+    """Runs of the built engine with the smallest model."""
+    monkeypatch.setenv("LLAMA_PHASE_SERVER_BINARY", str(engine / "llama-server"))
+    world.model = model_path("qwen3moe")
+    runs: list[Run] = []
+
+    def start(*more: str, **options: object) -> Run:
+        for old in runs:
+            old.close()
+        sizes = {"ctx": 2048, "ubatch": 126, "prefill_ubatch": 512, "batch": 512}
+        runs.append(Run(world, upstream=(*SMALL, *more), **sizes | options))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()

@@ -14,6 +14,9 @@ from llama_phase.settings import Settings
 from llama_phase.supervisor import Supervisor
 from llama_phase.supervisor_status import SupervisorStatus, read_status
 
+# flags of the real server with the smallest model
+SMALL = ("-t", "1", "-tb", "1", "-np", "1", "-ngl", "0", "--no-warmup", "--no-ui")
+
 
 class Asked:
     """What signals would ask for."""

@@ -14,8 +14,7 @@ import httpx
 import pytest
 from engine_server import EngineServer, wait_until
 from fake_world import until
-from test_supervisor import Run
-from test_supervisor_engine import real  # noqa: F401  (a fixture)
+from supervised import Run
 
 from llama_phase.client import RequestFailed
 from llama_phase.conversation_keeper import ConversationKeeper
@@ -385,7 +384,7 @@ def test_with_the_real_server(one_server, prompt, model: str, tmp_path: Path, mo
 
 
 @pytest.mark.engine
-def test_under_a_supervisor_it_outlives_a_stop_and_a_crash(real: Callable[..., Run], prompt) -> None:  # noqa: F811
+def test_under_a_supervisor_it_outlives_a_stop_and_a_crash(real: Callable[..., Run], prompt) -> None:
     port = free_port("127.0.0.1")
     options = {"keep_conversations": True, "conversations_every_s": 1, "port": port}
 

@@ -5,43 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 from fake_world import World, until
-from supervised import Run
+from supervised import SMALL, Run
 
 from llama_phase.server import Server
 from llama_phase.settings import Settings
 
 pytestmark = pytest.mark.engine
-SMALL = ("-t", "1", "-tb", "1", "-np", "1", "-ngl", "0", "--no-warmup", "--no-ui")
 # of the real server; TEST_CYCLES=100 for the long run
 CYCLES = int(os.environ.get("TEST_CYCLES", "25"))
-
-
-@pytest.fixture
-def real(
-    world: World, engine: Path, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Run]]:
-    """Runs of the built engine with the smallest model."""
-    monkeypatch.setenv("LLAMA_PHASE_SERVER_BINARY", str(engine / "llama-server"))
-    world.model = model_path("qwen3moe")
-    runs: list[Run] = []
-
-    def start(*more: str, **options: object) -> Run:
-        for old in runs:
-            old.close()
-        sizes = {"ctx": 2048, "ubatch": 126, "prefill_ubatch": 512, "batch": 512}
-        runs.append(Run(world, upstream=(*SMALL, *more), **sizes | options))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.close()
 
 
 def counters(url: str) -> dict[str, int]:
