@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -29,14 +28,14 @@ def down(
 ) -> None:
     """Stop a server and its supervisor; running requests may finish within the grace time."""
     from llama_phase.detached import stop
-    from llama_phase.instance import NeverStarted
     from llama_phase.running_servers import reap_orphans
 
     stopped, orphans = False, reap_orphans(_settings(port).state_path / "running")
     for pid in orphans:
         _say(f"ended server {pid}, which had outlived its supervisor")
-    with contextlib.suppress(NeverStarted):
-        stopped = stop(_folder(port), _say, at_once=now)
+    folder = _find(port)
+    if folder is not None:
+        stopped = stop(folder, _say, at_once=now)
     _say("stopped" if stopped or orphans else "nothing runs")
 
 
@@ -144,6 +143,15 @@ def _watch(text: object, as_json: bool) -> None:
 
 
 def _folder(port: int | None) -> Path:
+    from llama_phase.errors import LlamaPhaseError
+
+    folder = _find(port)
+    if folder is None:
+        raise LlamaPhaseError("no supervisor was ever started here", fix="start one: `llama-phase up MODEL`")
+    return folder
+
+
+def _find(port: int | None) -> Path | None:
     from llama_phase.instance import find_folder
 
     settings = _settings(port)

@@ -17,7 +17,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llama_phase.errors import LlamaPhaseError, UsageError
+from llama_phase.errors import UsageError
 from llama_phase.holder import Holder, read_holder
 from llama_phase.tree import write_atomically
 
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 CHANGE_SIGNAL = signal.SIGUSR1
 REQUEST = "request"
 SUPERVISOR_LOG = "supervisor.log"
-
-
-class NeverStarted(LlamaPhaseError):
-    """There is no supervisor that a command could be about."""
 
 
 def folder_of(settings: Settings) -> Path:
@@ -48,11 +44,9 @@ def policy_of(settings: Settings) -> Policy:
     return Policy(restarts=settings.restarts, rollback=settings.rollback)
 
 
-def find_folder(state: Path, explicit: bool, port: int | None) -> Path:
+def find_folder(state: Path, explicit: bool, port: int | None) -> Path | None:
     """The folder of the supervisor that a command without a model means: the one of `port` if given, else the only one
-    that runs, else the last one that did.
-
-    Raises UsageError when several run, NeverStarted when there never was one.
+    that runs, else the last one that did; None when there never was one. Raises UsageError when several run.
     """
     if explicit:
         folders = [state]
@@ -66,8 +60,7 @@ def find_folder(state: Path, explicit: bool, port: int | None) -> Path:
         names = ", ".join(folder.name.removeprefix("port-") for folder in running)
         raise UsageError(f"several supervisors run, on ports {names}", fix="say which: --port N")
     if not known:
-        where = f" on port {port}" if port is not None else ""
-        raise NeverStarted(f"no supervisor{where} was ever started here", fix="start one: `llama-phase up MODEL`")
+        return None
     return running[0] if running else max(known, key=lambda folder: (folder / "status.json").stat().st_mtime)
 
 

@@ -71,6 +71,7 @@ class Handler(BaseHTTPRequestHandler):
     key = ""
     n_prompts = 0
     n_running = 0
+    answered = threading.Event()
 
     def do_GET(self) -> None:
         if self.path == "/health":
@@ -124,6 +125,7 @@ class Handler(BaseHTTPRequestHandler):
             Handler.n_running += 1
             time.sleep(float(setting("ANSWER_S") or 0))
         self.answer(body, empty=probe == "empty")
+        Handler.answered.set()
         if Handler.n_prompts > 1:
             Handler.n_running -= 1
             print(TIMINGS, flush=True)
@@ -200,17 +202,21 @@ def main() -> int:
     print(TIMINGS, flush=True)
     Handler.ready = True
     if setting("CRASH_AFTER"):
+        Handler.answered.wait()
         time.sleep(float(setting("CRASH_AFTER")))
         print("CUDA error: an illegal memory access was encountered", flush=True)
         die("SIGSEGV")
     if setting("EXIT_AFTER"):
-        time.sleep(0.7)
+        Handler.answered.wait()
+        time.sleep(1.0)
         print("LLAMA_PHASE: leave failed at step reserve_decode", flush=True)
         return int(setting("EXIT_AFTER"))
     ended = threading.Event()
     if not setting("IGNORE_TERM"):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: ended.set())
+    if setting("STUCK_AFTER"):
+        Handler.answered.wait()
     stuck_at_s = time.monotonic() + float(setting("STUCK_AFTER") or 1e9)
     while not ended.wait(0.05):
         Handler.stuck = Handler.stuck or time.monotonic() >= stuck_at_s
