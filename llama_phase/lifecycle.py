@@ -196,7 +196,7 @@ class Lifecycle:
             restart_at_s=now_s + delay_s,
         )
         count = f"{self._in_a_row} of {self.policy.restarts}"
-        return [Say(f"{failure.text}; restart {count} in {delay_s:.1f} s")]
+        return [Say(f"{_in_words(failure)}; restart {count} in {delay_s:.1f} s")]
 
     def _give_up(self, failure: Failure, now_s: float) -> list[Action]:
         actions: list[Action] = []
@@ -215,7 +215,7 @@ class Lifecycle:
             self._enter(State.FAILED, now_s)
             return actions
         rollback = Rollback(fingerprint, to.fingerprint, f"{crash.KINDS[failure.kind]}: {failure.text}", now_s)
-        return [*actions, Say(failure.text), *self._switch(to, rollback), *self._start(now_s)]
+        return [*actions, Say(_in_words(failure)), *self._switch(to, rollback), *self._start(now_s)]
 
     def _switch(self, to: Configuration, rollback: Rollback) -> list[Action]:
         self.serving, self._in_a_row = to, 0
@@ -238,3 +238,8 @@ class Lifecycle:
     def _enter(self, state: State, now_s: float, **more: object) -> None:
         values: dict[str, object] = {"restart_at_s": None, "state": state.value, "since_s": now_s}
         self.status = replace(self.status, **(values | more))  # type: ignore[arg-type]
+
+
+def _in_words(failure: Failure) -> str:
+    last = f" ({failure.log_lines[-1].strip()})" if failure.log_lines else ""
+    return f"{failure.text}{last}"

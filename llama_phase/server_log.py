@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -27,8 +28,7 @@ def open_log(folder: Path, port: int) -> tuple[Path, int]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-port{port}-{os.getpid()}.log"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        path, fd = _create(folder, f"port{port}-{os.getpid()}")
     except OSError as error:
         raise LlamaPhaseError(
             f"cannot write a log in {folder}: {error.strerror}",
@@ -39,6 +39,17 @@ def open_log(folder: Path, port: int) -> tuple[Path, int]:
         if owner == str(os.getpid()) or not Path(f"/proc/{owner}").exists():
             old.unlink(missing_ok=True)
     return path, fd
+
+
+def _create(folder: Path, name: str) -> tuple[Path, int]:
+    """A file of its own for each server: two of one second must not be taken for one."""
+    while True:
+        now_ns = time.time_ns()
+        moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_ns // 10**9))
+        path = folder / f"{moment}.{now_ns // 10**6 % 1000:03}-{name}.log"
+        with contextlib.suppress(FileExistsError):
+            return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        time.sleep(0.001)
 
 
 def relevant_lines(lines: Iterable[str], limit: int = 8) -> list[str]:

@@ -295,6 +295,14 @@ def test_old_logs_are_removed_and_logs_are_private(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+def test_two_servers_of_one_moment_have_two_logs(tmp_path: Path) -> None:
+    made = [open_log(tmp_path, 8080) for _ in range(10)]
+    for _, fd in made:
+        os.close(fd)
+    assert len({path for path, _ in made}) == 10
+    assert [path for path, _ in made] == sorted(path for path, _ in made), "the newest is the last by name"
+
+
 def test_a_log_folder_that_cannot_be_made_is_said(world: World) -> None:
     (world.folder / "file").touch()
     world.set("LLAMA_PHASE_STATE_DIR", str(world.folder / "file" / "x"))
