@@ -15,10 +15,11 @@ import psutil
 import pytest
 from fake_world import SOON_S, World, gone, until
 
-from llama_phase.detached import roll_back, start, stop, summary
+from llama_phase.detached import look, roll_back, start, stop, summary
 from llama_phase.errors import AlreadyRunning, LlamaPhaseError, PortBusy, UsageError
 from llama_phase.holder import Holder, Lock, read_holder
 from llama_phase.instance import find_folder, put_request, signal_holder, take_request
+from llama_phase.journal import Journal
 from llama_phase.port import free_port
 from llama_phase.running_servers import birth_of
 from llama_phase.settings import Settings
@@ -117,6 +118,45 @@ def test_l18_a_supervisor_that_was_killed_is_told_from_one_that_was_stopped(worl
     assert detached.status.state == "ready", "and it starts again"
 
 
+@pytest.mark.parametrize(
+    ("moment", "settings"),
+    [
+        ("loading", {"FAKE_LOAD_S": "600"}),
+        ("first prompt", {"FAKE_PROBE": "stuck"}),
+        ("waiting", {"FAKE_SIGNAL": "SIGSEGV"}),
+        ("stopping", {"FAKE_IGNORE_TERM": "1", "LLAMA_PHASE_GRACE_S": "600"}),
+    ],
+)
+def test_l3_a_supervisor_killed_at_any_moment_leaves_nothing(world: World, moment: str, settings: dict) -> None:
+    for name, value in settings.items():
+        world.set(name, value)
+    folder = world.folder / "state"
+    process = world.serve()
+
+    def seen() -> SupervisorStatus:
+        return read_status(folder) or SupervisorStatus()
+
+    reached = {
+        "loading": lambda: seen().server_pid and world.dump.exists(),
+        "first prompt": lambda: seen().load_s is not None,
+        "waiting": lambda: seen().restarts >= 1,
+        "stopping": lambda: seen().state == "stopping",
+    }
+    if moment == "stopping":
+        until(lambda: seen().state == "ready", "ready")
+        process.send_signal(signal.SIGTERM)
+    until(reached[moment], moment)
+    process.kill()
+    process.wait()
+    until(lambda: gone(world.child_pid()), "the server is gone")
+    after = look(folder)
+    assert after is not None and after.state == "stopped" and "gone without a word" in after.notes[-1]
+    lock = Lock(folder)
+    lock.take("m.gguf", ["127.0.0.1"], 0)
+    lock.release()
+    assert Journal(folder / "served").good() == []
+
+
 def test_ctrl_c_in_up_leaves_it_starting(world: World, detached: Detached) -> None:
     world.set("FAKE_LOAD_S", "600")
     line = [sys.executable, "-m", "llama_phase.cli", "up", str(world.model), "--port", "0"]
@@ -158,7 +198,6 @@ def test_rollback_by_hand(world: World, detached: Detached) -> None:
 
 def _ask(detached: Detached) -> None:
     from llama_phase.client import Client
-    from llama_phase.journal import Journal
 
     with Client(detached.status.url) as client:
         client.completion([1, 2])
