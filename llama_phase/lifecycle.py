@@ -63,7 +63,6 @@ class Lifecycle:
         self.asked = self.serving = asked
         self.policy = policy
         self.status = status or SupervisorStatus()
-        self.last: Failure | None = None  # of the row that ended it
         self._good = {item.fingerprint for item in good}
         self._fallback = good[0] if good else None
         self._given_up: set[str] = set()
@@ -173,7 +172,6 @@ class Lifecycle:
         if self.state is State.READY and now_s - self._ready_s >= self.policy.stable_s:
             self._in_a_row = 0
         self._in_a_row += 1
-        self.last = failure
         self.status = replace(self.status, failure=failure, server_pid=None, server_birth_s=None)
         known_good = self.serving.fingerprint in self._good
         final = failure.deterministic and not (known_good and failure.kind in crash.MAY_PASS)
@@ -202,9 +200,11 @@ class Lifecycle:
         actions: list[Action] = []
         fingerprint = self.serving.fingerprint
         self._given_up.add(fingerprint)
-        if fingerprint in self._good and failure.kind not in crash.NOT_OF_THE_CONFIGURATION:
-            actions.append(NoteFailed(self.serving, failure))
         to = self._fallback
+        # what served last before is not blamed: its surroundings changed, and it may serve again
+        blamed = fingerprint in self._good and (to is None or fingerprint != to.fingerprint)
+        if blamed and failure.kind not in crash.NOT_OF_THE_CONFIGURATION:
+            actions.append(NoteFailed(self.serving, failure))
         possible = (
             self.policy.rollback
             and to is not None

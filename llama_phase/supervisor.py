@@ -53,21 +53,21 @@ class Supervisor:
         policy: Policy,
         say: Callable[[str], None],
         environment: Mapping[str, str] | None = None,
-        wall: Callable[[], float] = time.time,
+        wall: Callable[[], float] | None = None,
     ):
         self.settings = settings
         self.folder = folder
         self.attempt: Attempt | None = None
         self.error: LlamaPhaseError | None = None
         self.companions: Sequence[Companion] = ()
-        self._say, self._wall = say, wall
+        self._say, self._wall = say, wall or steady_clock()
         self._environment = dict(os.environ if environment is None else environment)
-        self._journal = Journal(folder / "served", now=wall)
+        self._journal = Journal(folder / "served")
         asked = configuration_of(settings, engine_of(settings), self._environment)
         begin = SupervisorStatus(
             supervisor_pid=os.getpid(),
             supervisor_birth_s=birth_of(os.getpid()) or 0.0,
-            started_s=wall(),
+            started_s=self._wall(),
             model=settings.model.name,
             configuration=asked.fingerprint,
             engine=asked.engine,
@@ -218,6 +218,12 @@ class Supervisor:
             write_status(self.folder, status)
         for companion in self.companions:
             companion.status(status)
+
+
+def steady_clock() -> Callable[[], float]:
+    """Seconds since the epoch that pass evenly: whoever sets the clock of the machine moves no deadline."""
+    offset_s = time.time() - time.monotonic()
+    return lambda: time.monotonic() + offset_s
 
 
 def engine_of(settings: Settings) -> str:

@@ -161,6 +161,13 @@ def test_a_new_configuration_that_served_a_while_is_given_up_as_well_and_noted()
     assert life.bad == [B] and life.starts[-1] == A
 
 
+def test_what_served_last_before_is_not_blamed_for_its_surroundings() -> None:
+    life = Life(A, (A,))
+    for _ in range(4):
+        life.fail("oom_load").wait(10)
+    assert life.state == "failed" and life.bad == []
+
+
 def test_an_unchanged_configuration_is_not_rolled_back() -> None:
     life = Life(A, (A, B)).fail("bad_flag")
     assert life.starts == [A] and life.state == "failed"

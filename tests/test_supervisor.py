@@ -298,6 +298,16 @@ def test_a_full_disk_stops_nothing_that_serves(world: World, run: Callable[..., 
     assert it.thread.is_alive() and it.supervisor.status.state == "ready"
 
 
+def test_setting_the_clock_moves_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llama_phase.supervisor import steady_clock
+
+    clock = steady_clock()
+    before = clock()
+    assert abs(before - time.time()) < 1
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert before <= clock() < before + 5
+
+
 def test_the_status_file_is_whole_at_any_moment(world: World, run: Callable[..., Run]) -> None:
     it = run()
     seen = set()
