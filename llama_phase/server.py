@@ -1,34 +1,27 @@
-"""One supervised llama-server: started, watched until ready, stopped for certain.
+"""One llama-server: started, watched until it is healthy, stopped for certain.
 
-    stopped -> starting -> ready -> stopping -> stopped
-                  |          |
-                  +-> failed <
+For programs that want a server for a while (`with Server(settings) as server`), and for the supervisor, which proves
+by a first prompt that it can serve as well. Its process dies with ours, leads a group of its own and writes its log
+straight into a file: child_process.py.
 
-The child leads a session of its own: Ctrl-C in the terminal reaches only us, and a signal from us reaches all it
-started. It writes its log straight into a file. It dies with us even when we are SIGKILLed: it asks the kernel for a
-SIGKILL at its parent's death (PR_SET_PDEATHSIG). The kernel means the *thread* that forked, so the fork is always done
-by one thread that lives as long as this process, whichever thread calls ``start``.
-
-Its process is what is waited on, not its port: a death is seen within a tenth of a second. There is no time limit on
+That process is what is waited on, not its port: a death is seen within a tenth of a second. There is no time limit on
 loading, only on showing no sign of life.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
 
 import psutil
 
 from llama_phase import exit_meaning, running_servers, server_log
+from llama_phase.child_process import spawn
 from llama_phase.client import Client
 from llama_phase.env import child_environment
 from llama_phase.errors import LlamaPhaseError, MissingPrerequisite, ServerStartError, UsageError
@@ -43,7 +36,6 @@ from llama_phase.upstream_flags import DRAFT_MODEL, flag_value
 TICK_S = 0.05
 HEALTH_EVERY_S = 0.2
 VITALS_EVERY_S = 1.0
-_PR_SET_PDEATHSIG = 1
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -127,7 +119,7 @@ class Server:
         environment = child_environment(settings, self._base_environment)
         self.log_path, log_fd = server_log.open_log(settings.state_path / "log", settings.port)
         try:
-            self._process = _spawn([str(binary), *argv(settings)], environment, log_fd)
+            self._process = spawn([str(binary), *argv(settings)], environment, log_fd)
         except (OSError, subprocess.SubprocessError) as error:
             raise MissingPrerequisite(
                 f"cannot run {binary}: {getattr(error, 'strerror', None) or error}", fix="run `llama-phase build`"
@@ -271,32 +263,3 @@ class Server:
             + "".join(f"\n  | {line[:300]}" for line in lines),
             fix=f"the whole log is {self.log_path}; LLAMA_PHASE_STALL_S allows more",
         )
-
-
-@lru_cache(maxsize=1)
-def _forker() -> ThreadPoolExecutor:
-    """The one thread that forks servers; it ends with the interpreter."""
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="llama-phase-fork")
-
-
-def _spawn(command: list[str], environment: dict[str, str], log_fd: int) -> subprocess.Popen[bytes]:
-    parent = os.getpid()
-    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork: no locks are taken after it
-
-    def die_with_parent() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died between fork and prctl
-            os._exit(1)
-
-    def fork() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log_fd,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-
-    return _forker().submit(fork).result()
