@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llama_phase.settings import Settings
 
-# everything else a Settings holds is of the supervisor, or secret
-FIELDS = (
-    "model", "ctx", "ubatch", "batch", "prefill_mode", "prefill_ubatch", "prefill_min_tokens", "expert_slots",
-    "expert_batch", "ring", "restore", "budget_mib", "fault", "backend", "server_binary", "upstream",
+# settings of the supervisor, of the address, and secrets; all others decide how the server runs
+NOT_OF_THE_SERVER = frozenset(
+    {"host", "port", "api_key", "grace_s", "stall_s", "restarts", "rollback", "state_dir", "keep_conversations",
+     "conversations_every_s", "metrics_port", "check_plan"}
 )  # fmt: skip
 ENVIRONMENT_PREFIXES = ("LLAMA_", "GGML_", "CUDA_", "NVIDIA_", "OMP_", "GOMP_")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
@@ -29,9 +29,11 @@ _NOT_CONFIGURATION = ("LLAMA_PHASE_",)  # in the settings already
 
 @dataclass(frozen=True)
 class Configuration:
-    """`settings`: the FIELDS as JSON types; `environment`: what else of the environment the engine reads. Two are the
-    same when their fingerprints are. `engine` (id of the build, or the program's path) only says what ran it: a build
-    that is gone cannot be gone back to."""
+    """`settings`: those not in NOT_OF_THE_SERVER, as JSON types; `environment`: what else of it the engine reads.
+
+    Two are the same when their fingerprints are. `engine` (id of the build, or the program's path) only says what ran
+    it: a build that is gone cannot be gone back to.
+    """
 
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
@@ -62,7 +64,7 @@ class Configuration:
 def configuration_of(settings: Settings, engine: str, base: Mapping[str, str] | None = None) -> Configuration:
     """The configuration these settings ask for; `base` is the environment (default: this process's)."""
     base = os.environ if base is None else base
-    values = settings.model_dump(mode="json", include=set(FIELDS))
+    values = settings.model_dump(mode="json", exclude=set(NOT_OF_THE_SERVER))
     values["model"] = str(settings.model.expanduser().absolute())  # the next start may be in another folder
     environment = {
         name: value
@@ -75,11 +77,15 @@ def configuration_of(settings: Settings, engine: str, base: Mapping[str, str] | 
 
 
 def settings_for(configuration: Configuration, asked: Settings) -> Settings:
-    """`asked` with everything that belongs to the configuration replaced. Raises ValueError when this version cannot
-    read it."""
-    values = {name: value for name, value in configuration.settings.items() if name in FIELDS}
-    whole = asked.model_dump(exclude=set(FIELDS)) | values
-    return type(asked)(**whole)
+    """`asked` with everything that belongs to the configuration replaced.
+
+    A setting that is newer than the configuration has its default. Raises ValueError when this version cannot read it.
+    """
+    kind = type(asked)
+    fields = {name: field for name, field in kind.model_fields.items() if name not in NOT_OF_THE_SERVER}
+    defaults = {name: field.get_default() for name, field in fields.items() if not field.is_required()}
+    values = {name: value for name, value in configuration.settings.items() if name in fields}
+    return kind(**asked.model_dump(include=set(NOT_OF_THE_SERVER)) | defaults | values)
 
 
 def environment_for(configuration: Configuration, base: Mapping[str, str]) -> dict[str, str]:

@@ -251,6 +251,18 @@ def test_a_configuration_survives_the_journal_and_makes_the_same_server(
     assert "ctx: 99 -> 4096" in difference(configuration_of(now, "engine-1", base), found)
 
 
+def test_a_configuration_of_an_earlier_version_gets_the_defaults_of_newer_settings(tmp_path: Path) -> None:
+    from llama_phase.configuration import NOT_OF_THE_SERVER
+
+    assert set(Settings.model_fields) >= NOT_OF_THE_SERVER
+    now = Settings.load(model=tmp_path / "m.gguf", ubatch=64, ctx=99)
+    old = Configuration({"model": "/m.gguf", "of_another_version": 1}, {}, "e")
+    back = settings_for(old, now)
+    assert (back.model, back.ubatch, back.ctx) == (Path("/m.gguf"), 512, None)
+    with pytest.raises(ValueError, match="ubatch"):
+        settings_for(Configuration({"model": "/m.gguf", "ubatch": "many"}, {}, "e"), now)
+
+
 def test_where_it_listens_and_how_it_is_watched_is_no_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one = Settings.load(model=tmp_path / "m.gguf", port=1, grace_s=1, api_key="a")
     other = Settings.load(model=tmp_path / "m.gguf", port=2, grace_s=2, api_key="b")
