@@ -92,7 +92,7 @@ def _check_transaction(before: dict[str, Any], after: dict[str, Any]) -> None:
     raise ProbeFailed(
         f"the prefill phase could not be entered by the first prompt: {reason}",
         kind="oom_transaction",
-        fix="lower LLAMA_PHASE_PREFILL_UBATCH or the context (-c), or LLAMA_PHASE_PREFILL_MODE=off",
+        fix="lower LLAMA_PHASE_PREFILL_UBATCH (auto: what fits) or the context (-c), or LLAMA_PHASE_PREFILL_MODE=off",
     )
 
 
