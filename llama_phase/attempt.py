@@ -51,6 +51,7 @@ class Attempt:
     def start(self) -> Spawned:
         """Raises what Server.start raises; nothing is left then."""
         server = self.server
+        server.client().close()  # an API key that cannot be read is said now, not by a thread
         server.start()
         pid, settings = server.pid or 0, server.settings
         self.observer = Observer(

@@ -14,11 +14,12 @@ from llama_phase.client import Client, RequestFailed
 from llama_phase.errors import LlamaPhaseError
 from llama_phase.hang_watch import Beat, beat_of
 from llama_phase.lifecycle_terms import Loaded, Proved
-from llama_phase.readiness import prove
+from llama_phase.readiness import ProbeFailed, prove
 
 HEALTH_EVERY_S = 0.1
 BEAT_EVERY_S = 1.0
 ANSWER_WITHIN_S = 30.0
+CLOSED = (401, 403, 404, 501)  # slots are not for us, or not at all
 
 
 class Observer(threading.Thread):
@@ -44,7 +45,6 @@ class Observer(threading.Thread):
         self._make_client, self._is_ours, self._ubatch, self._probe = make_client, is_ours, ubatch, probe
         self._ask_slots = ask_slots
         self._ended = threading.Event()
-        self._proving = threading.Event()
 
     def end(self) -> None:
         """Ask it to end; a request under way ends with the server."""
@@ -64,8 +64,9 @@ class Observer(threading.Thread):
                     self.phase = client.phase(timeout_s=ANSWER_WITHIN_S)
                 self.events.put(proved)
             except LlamaPhaseError as error:
-                if not self._ended.is_set():
-                    self.events.put(error)
+                self.events.put(error)
+            except Exception as error:  # whatever another llama-server may answer: nobody else would hear of it
+                self.events.put(ProbeFailed(f"the server's answers make no sense: {type(error).__name__}: {error}"))
 
     def _watch(self) -> None:
         with self._make_client() as client:
@@ -83,9 +84,12 @@ class Observer(threading.Thread):
             else:
                 self.beat = Beat(answers, None)
         except RequestFailed as error:
-            if error.status in (404, 501):  # switched off; then its log has to do
+            if error.status in CLOSED:  # then its log has to do
                 self._ask_slots = False
                 self.beat = Beat(answers, None)
+        except (AttributeError, TypeError, ValueError):  # slots of another shape
+            self._ask_slots = False
+            self.beat = Beat(answers, None)
         with contextlib.suppress(RequestFailed):
             self.phase = client.phase(timeout_s=ANSWER_WITHIN_S)
             self.phase_known = True

@@ -12,8 +12,9 @@ FAKE_GRANDCHILD=file   starts a child of its own, writes its pid to the file
 FAKE_DUMP=file         writes argv and environment as JSON to the file
 FAKE_STARTS=file       appends its argv as a line of JSON to the file
 FAKE_ONLY_IF=word      all of the above misbehaviour only when the word is among its flags
-FAKE_PROBE=what        the first prompt: rolled_back, refused, empty, stuck, or an exit code
+FAKE_PROBE=what        the first prompt: rolled_back, refused, empty, stuck, odd, or an exit code
 FAKE_STUCK_AFTER=n     n seconds after it is ready /slots shows a busy slot without progress
+FAKE_ODD_SLOTS=1       /slots answers nonsense
 FAKE_ANSWER_S=n        prompts after the first take n seconds
 """
 
@@ -82,6 +83,9 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(200, PHASE)
         elif self.path == "/slots":
             busy = Handler.stuck or Handler.n_running > 0
+            if setting("ODD_SLOTS"):
+                self.reply(200, ["none", {"id": []}])
+                return
             self.reply(200, [{"id": 0, "id_task": Handler.n_prompts, "is_processing": busy}])
         elif self.path == "/metrics":
             self.reply(200, METRICS)
@@ -118,6 +122,10 @@ class Handler(BaseHTTPRequestHandler):
         if probe == "stuck":
             Handler.stuck = True
             time.sleep(600)
+        if probe == "odd":
+            self.reply(200, {"content": 5, "tokens": 7, "timings": None})
+            PHASE["counters"] = "many"
+            return
         if probe == "refused":
             self.reply(500, {"error": {"message": "failed to decode", "code": 500}})
             return

@@ -61,6 +61,7 @@ def test_l7_ready_comes_after_a_prompt_of_a_whole_micro_batch(world: World, run:
         ("rolled_back", "oom_transaction", "300 MiB short on CUDA0"),
         ("refused", "probe", "failed to decode"),
         ("empty", "probe", "without a token"),
+        ("odd", "probe", "make no sense"),
         ("75", "oom_transaction", "decode buffers"),
         ("1", "exit", "exit code 1"),
     ],
@@ -148,6 +149,19 @@ def test_a_first_prompt_that_never_ends_is_a_hang_too(world: World, run: Callabl
     world.set("FAKE_PROBE", "stuck")
     it = run(stall_s=1, policy={"restarts": 0})
     assert "no progress" in str(it.until_over()) and it.status.failure.kind == "hang"
+
+
+def test_slots_of_another_shape_are_no_hang(world: World, run: Callable[..., Run]) -> None:
+    world.set("FAKE_ODD_SLOTS", "1")
+    it = run(stall_s=1)
+    it.until_state("ready")
+    time.sleep(5.0)  # beyond what a hang takes
+    assert it.status.state == "ready" and it.status.restarts == 0
+
+
+def test_an_api_key_that_cannot_be_read_is_said_before_the_start(world: World, run: Callable[..., Run]) -> None:
+    it = run(upstream=("--api-key-file", str(world.folder / "none")))
+    assert "cannot read the API key file" in str(it.until_over()) and not world.dump.exists()
 
 
 def test_l15_a_long_answer_that_makes_progress_is_left_alone() -> None:
