@@ -65,6 +65,7 @@ def detached(world: World) -> Iterator[Detached]:
     yield it
     it.stop(at_once=True)
     assert read_holder(it.folder) is None
+    assert not it.status.supervisor_pid or gone(it.status.supervisor_pid)
 
 
 def test_up_status_logs_down(world: World, detached: Detached) -> None:
