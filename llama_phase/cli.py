@@ -76,6 +76,7 @@ def plan(
     slots: Annotated[str | None, typer.Option(help="Experts per layer on the GPU, or auto [default: auto].")] = None,
     ubatch: Annotated[int | None, typer.Option(help="Micro-batch of the decode phase [default: 512].")] = None,
     prefill_ubatch: Annotated[str | None, typer.Option(help="Of the prefill phase, or auto [default: 2048].")] = None,
+    mtp: Annotated[str | None, typer.Option(help="MTP drafts: auto, off, or so many tokens [default: off].")] = None,
     facts: Annotated[Path | None, typer.Option(help="Facts of another machine (`doctor --record`).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it, too: plan.png, .svg or .pdf.")] = None,
     checked: Annotated[
@@ -95,7 +96,13 @@ def plan(
     from llama_phase.settings import Settings
 
     settings = Settings.load(
-        model=model, files=config_files(), ctx=ctx, expert_slots=slots, ubatch=ubatch, prefill_ubatch=prefill_ubatch
+        model=model,
+        files=config_files(),
+        ctx=ctx,
+        expert_slots=slots,
+        ubatch=ubatch,
+        prefill_ubatch=prefill_ubatch,
+        mtp="0" if mtp == "off" else mtp,
     )
     if checked:
         from llama_phase import plan_check

@@ -96,6 +96,8 @@ class Plan:
 
 def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
     """Raises UsageError: no GPU, one whose memory is unknown, or fewer slots than the engine accepts."""
+    if choices.draft_tokens:  # the MTP block is served like the other layers, from a context of its own
+        facts = replace(facts, layers=tuple(replace(layer, mtp=False) for layer in facts.layers))
     free = []
     for gpu in machine.gpus:
         bytes_ = gpu.vram_free_bytes if gpu.vram_free_bytes is not None else gpu.vram_total_bytes
@@ -226,6 +228,7 @@ def _bare_device(
         indexer = INDEXER_BYTES * choices.cells if any(layer.indexer_k for layer in layers) else 0
         return int(tokens * (width + indexer))
 
+    contexts = 2 if choices.draft_tokens and has_output else 1
     k, v = KV_TYPES[choices.type_k], KV_TYPES[choices.type_v]
     dense_bytes = sum(layer.dense_bytes for layer in layers) + (facts.output_bytes if has_output else 0)
     kv = [int(((layer.kv_k or 0) * k + (layer.kv_v or 0) * v) * choices.cells) for layer in layers]
@@ -249,10 +252,10 @@ def _bare_device(
         dense_bytes=dense_bytes,
         kv_bytes=sum(kv) - sum(in_host) + indexer_bytes,
         kv_host_bytes=sum(in_host),
-        state_bytes=sum(layer.state_bytes or 0 for layer in layers) * choices.sequences,
+        state_bytes=sum(layer.state_bytes or 0 for layer in layers) * choices.sequences * (1 + choices.draft_tokens),
         # batches between EXPERT_BATCH and the prefill threshold take the stock path, whose uploads are compute buffers
-        decode_compute_bytes=compute(choices.ubatch) + _uploaded_bytes(layers) + staged,
-        prefill_compute_bytes=compute(max(choices.prefill_ubatch, choices.ubatch)) + staged,
+        decode_compute_bytes=contexts * (compute(choices.ubatch) + _uploaded_bytes(layers)) + staged,
+        prefill_compute_bytes=contexts * compute(max(choices.prefill_ubatch, choices.ubatch)) + staged,
     )
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from llama_phase.errors import UsageError
 from llama_phase.gguf_facts import ModelFacts
 from llama_phase.settings import Settings
-from llama_phase.upstream_flags import flag_value
+from llama_phase.upstream_flags import DRAFT_N_MAX, SPEC_TYPE, flag_value
 
 _MIB = 1 << 20
 MIN_TOKENS_FLOOR = 240  # of engine/phase-ubatch.cpp
 RING_AUTO = 3  # regions, of engine/expert-ring.cpp
 SERVER_SEQUENCES = 4  # llama-server's own default of -np, over one K/V
+UPSTREAM_DRAFT_TOKENS = 3  # its default of --spec-draft-n-max
 CONTEXT_CELLS = 256  # contexts are rounded up to this many tokens
 # bytes per element of a K/V cache type
 KV_TYPES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 32, "q5_0": 22 / 32, "q4_1": 20 / 32,
@@ -43,6 +44,7 @@ class Choices:
     type_v: str = "f16"
     sequences: int = SERVER_SEQUENCES
     kv: str = "device"
+    draft_tokens: int = 0  # longest MTP draft; the recurrent state is kept once more for each of its tokens
 
     @classmethod
     def of(cls, settings: Settings, facts: ModelFacts) -> Choices:
@@ -78,6 +80,7 @@ class Choices:
             type_v=types[1],
             sequences=int(sequences) if sequences.isdigit() else SERVER_SEQUENCES,
             kv=settings.kv,
+            draft_tokens=_draft_tokens(settings, facts),
         )
 
     @property
@@ -98,3 +101,18 @@ class Choices:
         if not self.budgets_mib:
             return float("inf")
         return self.budgets_mib[min(device, len(self.budgets_mib) - 1)] * _MIB
+
+
+def _draft_tokens(settings: Settings, facts: ModelFacts) -> int:
+    """As llama_phase.speculation gives them to the server: --mtp, or the flags after `--`."""
+    if not any(layer.mtp for layer in facts.layers):
+        return 0
+    theirs = "draft-mtp" in (flag_value(settings.upstream, SPEC_TYPE) or settings.spec).split(",")
+    if not theirs and (settings.mtp == 0 or flag_value(settings.upstream, SPEC_TYPE)):
+        return 0
+    length = flag_value(settings.upstream, DRAFT_N_MAX) or ""
+    if length.isdigit():
+        return int(length)
+    if settings.mtp == "auto":
+        return settings.expert_batch - 1
+    return settings.mtp or UPSTREAM_DRAFT_TOKENS

@@ -92,6 +92,9 @@ class Report:
             words += ["--prefill-ubatch", "auto"]
         elif choices.prefill_ubatch != _DEFAULTS.prefill_ubatch:
             words += ["--prefill-ubatch", str(choices.prefill_ubatch)]
+        if choices.draft_tokens:
+            auto = choices.draft_tokens == choices.expert_batch - 1
+            words += ["--mtp", "auto" if auto else str(choices.draft_tokens)]
         words += ["--", "-ngl", "99"]
         if self.facts.moe_layers:
             words.append("--cpu-moe")

@@ -31,9 +31,11 @@ def lines(report: Report) -> Iterator[str]:
     """Sizes in GiB, a column per device and phase."""
     facts, plan = report.facts, report.plan
     mtp = len(facts.layers) - len(facts.served_layers)
+    tokens = plan.choices.draft_tokens
+    planned = f" drafting {tokens} tokens" if tokens else " (not planned: --mtp)"
     yield (
         f"{facts.name} ({facts.architecture}): {len(facts.served_layers)} layers, {len(facts.moe_layers)} with experts"
-        f"{f', {mtp} MTP (not planned)' if mtp else ''}; {facts.n_expert} experts, {facts.n_used} per token; "
+        f"{f', {mtp} MTP{planned}' if mtp else ''}; {facts.n_expert} experts, {facts.n_used} per token; "
         f"{gib(facts.experts_bytes)} GiB of experts; context {plan.choices.ctx}"
     )
     yield ""

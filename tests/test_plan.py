@@ -85,6 +85,27 @@ def test_auto_keeps_kv_that_fits_on_the_device(flash: ModelFacts) -> None:
     assert make_plan(flash, machine("64"), replace(CTX, kv="auto")).devices[0].kv_host_bytes == 0
 
 
+def test_an_mtp_draft_takes_states_a_layer_and_buffers(flash: ModelFacts) -> None:
+    """A state more per drafted token and slot of the server, the block's layer, a second context."""
+    plan = make_plan(flash, machine("48"), CTX)
+    draft = make_plan(flash, machine("48"), replace(CTX, draft_tokens=7))
+    assert draft.devices[0].state_bytes == 8 * plan.devices[0].state_bytes > 0
+    assert draft.devices[0].layers == plan.devices[0].layers + 1 == len(flash.layers)
+    assert draft.devices[0].decode_compute_bytes > plan.devices[0].decode_compute_bytes
+    assert draft.slots < plan.slots and draft.fits
+    words = Report(flash, machine("48"), draft).serve_argv
+    assert words[words.index("--mtp") + 1] == "auto"
+
+
+def test_the_draft_is_planned_as_it_will_be_started(flash: ModelFacts) -> None:
+    def tokens(*upstream: str, **flags: object) -> int:
+        return Choices.of(Settings.load(model=flash.path, upstream=upstream, **flags), flash).draft_tokens
+
+    assert (tokens(), tokens(mtp="auto"), tokens(mtp=2), tokens(mtp="auto", expert_batch=4)) == (0, 7, 2, 3)
+    assert tokens("--spec-type", "draft-mtp") == 3 and tokens("--spec-type", "ngram-mod", mtp="auto") == 0
+    assert tokens("--spec-draft-n-max", "5", mtp="auto") == tokens("--spec-draft-n-max", "5", spec="draft-mtp") == 5
+
+
 def test_never_more_slots_than_experts(flash: ModelFacts) -> None:
     assert make_plan(flash, machine("640"), CTX).slots == 512
     assert make_plan(flash, machine("640"), replace(CTX, slots=9999)).slots == 512
