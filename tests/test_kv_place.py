@@ -61,11 +61,11 @@ def test_host_equals_device(servers: KvFleet, prompt, model: str, n: int) -> Non
     assert places(host)["host_bytes"] > 0 == places(host)["device_bytes"]
 
 
-@pytest.mark.parametrize("model", SPARSE)
-def test_phases(servers: KvFleet, prompt, model: str) -> None:
-    """Two micro-batches, entered and left; both servers switch."""
-    host = servers.host(model, env=phase_environment())
-    device = servers.device(model, env=phase_environment())
+@pytest.mark.parametrize(("model", "chunk"), [("qwen4exp", "0"), ("qwen4exp", "100"), ("qwen4exp-no-ple-exact", "0")])
+def test_phases(servers: KvFleet, prompt, model: str, chunk: str) -> None:
+    """Two micro-batches, entered and left; both servers switch. In chunks, all of a micro-batch's read one copy."""
+    env = phase_environment(CHUNK=chunk)
+    host, device = servers.host(model, env=env), servers.device(model, env=env)
     for n in (3000, 40, MIN_TOKENS):
         of_host, of_device = both(host, device, prompt(model, n, seed=n), n=20)
         assert of_host == of_device
