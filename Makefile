@@ -13,7 +13,7 @@ V := .venv/bin
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help prerequisites venv source prepare export check-patches status build stock models demo engine-tests test \
+.PHONY: help prerequisites venv source prepare export check-patches status build bindings wheel stock models demo engine-tests test \
         check env-docs bundle bench bump clean distclean
 
 help: prerequisites  ## this list
@@ -27,7 +27,7 @@ prerequisites:
 .venv/stamp: pyproject.toml
 	@test -x $(V)/python || $(PYTHON) -m venv .venv
 	@echo "installing the package and its build tools into .venv"
-	@$(V)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_FLAGS) -e '.[build,synth,demo,test]'
+	@CMAKE_ARGS=-DLLAMA_BUILD=OFF $(V)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_FLAGS) -e '.[build,synth,demo,test,llama-cpp-python]'
 	@touch .venv/stamp
 
 venv: prerequisites .venv/stamp  ## .venv with the package and its tools
@@ -50,6 +50,12 @@ status: source  ## patches, and edits in build/src that are in none
 build: source  ## compile the engine (ENGINE=cuda: with CUDA; CMAKE_ARGS are passed on)
 	@$(V)/python -m llama_phase.build --backend $(ENGINE)
 
+bindings: build  ## the Python bindings, on the engine that is built: llama_phase/_engine*.so
+	@$(V)/python tools/bindings.py --backend $(ENGINE)
+
+wheel: build  ## a wheel that carries bindings and engine: dist/
+	@$(V)/python tools/bindings.py --wheel --backend $(ENGINE)
+
 stock: source  ## compile the unpatched reference: build/stock/cpu
 	@$(V)/python -m llama_phase.build --backend cpu --stock
 
@@ -64,7 +70,7 @@ engine-tests: venv
 
 # The tests are about the CPU engine; a GPU engine is tested from the bundle.
 test: export ENGINE := cpu
-test: build stock engine-tests  ## everything from scratch, then all tests
+test: build stock bindings engine-tests  ## everything from scratch, then all tests
 	@$(V)/python -m pytest $(PYTEST_FLAGS)
 
 check: check-patches  ## lint, patch queue, generated files
@@ -84,7 +90,7 @@ bump: source  ## try the queue on another release: REF=b11500
 	@$(V)/python tools/patchq.py bump '$(REF)'
 
 clean:  ## remove what was built; downloads and the compiler cache stay
-	rm -rf build bundle engine/tests/build
+	rm -rf build bundle engine/tests/build llama_phase/_engine.*.so
 
 distclean: clean  ## remove .venv, llama.cpp/ and models, too
 	rm -rf .venv llama.cpp models dist *.egg-info

@@ -108,6 +108,9 @@ LLAMA_API int32_t llama_phase_prometheus(char * buf, size_t size);
 // What LLAMA_PHASE_PREFILL_UBATCH=auto found for this context's group, one line per candidate; written like snprintf. Empty: not auto.
 LLAMA_API int32_t llama_phase_candidates(const struct llama_context * ctx, char * buf, size_t size);
 
+// As llama_phase_json, of this context's group. The mode is "off" when the context has no phases.
+LLAMA_API int32_t llama_phase_context_json(const struct llama_context * ctx, char * buf, size_t size);
+
 #ifdef __cplusplus
 }
 #endif

@@ -142,3 +142,8 @@ int32_t llama_phase_candidates(const llama_context * ctx, char * buf, size_t siz
     }
     return write_text(text, buf, size);
 }
+
+int32_t llama_phase_context_json(const llama_context * ctx, char * buf, size_t size) {
+    const auto * group = group_of(ctx);
+    return write_text(phase_stats_json(group ? group->snapshot() : phase_stats(), phase_now_ms()), buf, size);
+}

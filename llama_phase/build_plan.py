@@ -50,6 +50,10 @@ def cmake_options(
         "GGML_BUILD_NUMBER": number,
         "GGML_BUILD_COMMIT": tag,
         "GGML_CCACHE": "OFF",
+        # libraries find each other by their own place and have one name each, so that a wheel may carry them
+        "CMAKE_BUILD_WITH_INSTALL_RPATH": "ON",
+        "CMAKE_INSTALL_RPATH": "$ORIGIN",
+        "CMAKE_PLATFORM_NO_VERSIONED_SONAME": "ON",
     }
     if ccache:
         options |= {"CMAKE_C_COMPILER_LAUNCHER": "ccache", "CMAKE_CXX_COMPILER_LAUNCHER": "ccache"}

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
 
+from llama_phase.async_bridge import iterate_in_thread
 from llama_phase.errors import LlamaPhaseError
+from llama_phase.generation import Chunk as Chunk  # part of this module's interface
+from llama_phase.generation import Completion as Completion
+from llama_phase.generation import Progress, Prompt, Request, collect
+from llama_phase.phase_facts import PhaseStats
 
 
 class RequestFailed(LlamaPhaseError):
@@ -20,29 +26,6 @@ class RequestFailed(LlamaPhaseError):
     def __init__(self, message: str, *, status: int = 0, fix: str = ""):
         super().__init__(message, fix=fix)
         self.status = status
-
-
-@dataclass(frozen=True)
-class Completion:
-    """An answer of /completion. `timings` as the server measured them (milliseconds, tokens per second)."""
-
-    text: str
-    tokens: list[int]
-    stop_type: str
-    timings: dict[str, float]
-    probabilities: list[dict[str, Any]] = field(default_factory=list)
-    raw: dict[str, Any] = field(default_factory=dict, repr=False)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A piece of a streamed answer. `timings` is empty in all but the last, which has `last` set."""
-
-    text: str
-    tokens: list[int]
-    last: bool
-    timings: dict[str, float]
-    raw: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
 class Client:
@@ -108,7 +91,10 @@ class Client:
         timeout_s: float | None = None,
         **extra: Any,
     ) -> Iterator[Chunk]:
-        """Like ``completion``, in pieces. Closing the iterator early cancels the request on the server."""
+        """Like ``completion``, in pieces. Closing the iterator early cancels the request on the server.
+
+        With `return_progress=True` pieces with `progress` come while the prompt is processed.
+        """
         body = _body(prompt, n_predict, greedy, cache_prompt, n_probs, id_slot, extra) | {"stream": True}
         try:
             # llama-server closes the connection after a streamed answer without announcing it
@@ -132,9 +118,46 @@ class Client:
                         last=bool(piece.get("stop")),
                         timings=piece.get("timings", {}),
                         raw=piece,
+                        progress=Progress.of(piece.get("prompt_progress")),
+                        stop_type=piece.get("stop_type", ""),
                     )
         except httpx.HTTPError as error:
             raise self._unreachable("/completion", error) from None
+
+    def generate(
+        self,
+        prompt: Prompt,
+        n_predict: int = 128,
+        *,
+        on_progress: Callable[[Progress], object] | None = None,
+        **keywords: Any,
+    ) -> Completion:
+        """As Engine.generate: the fields of generation.Request, greedy by default, TypeError for other keywords."""
+        keywords.setdefault("progress", on_progress is not None)
+        body = Request.of(n_predict, keywords).body(prompt)
+        with contextlib.closing(self.stream(**body)) as chunks:
+            return collect(chunks, on_progress)
+
+    def stream_async(self, prompt: Prompt, n_predict: int = 128, **keywords: Any) -> AsyncGenerator[Chunk, None]:
+        """As Engine.stream_async. Ending it early cancels the request, at the next piece or report of the server."""
+        body = Request.of(n_predict, keywords | {"progress": True}).body(prompt)
+        wanted = bool(keywords.get("progress"))
+        unwanted = threading.Event()
+
+        def pieces() -> Iterator[Chunk]:
+            with contextlib.closing(self.stream(**body)) as chunks:
+                for chunk in chunks:
+                    if unwanted.is_set():
+                        return
+                    if wanted or chunk.progress is None or chunk.text or chunk.tokens:
+                        yield chunk
+
+        return iterate_in_thread(pieces, unwanted.set)
+
+    async def generate_async(self, prompt: Prompt, n_predict: int = 128, **keywords: Any) -> Completion:
+        """As Engine.generate_async."""
+        async with contextlib.aclosing(self.stream_async(prompt, n_predict, **keywords)) as chunks:
+            return collect([chunk async for chunk in chunks])
 
     def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of a text; `add_special` as /completion does it."""
@@ -156,6 +179,10 @@ class Client:
     def slots(self, *, timeout_s: float | None = 10.0) -> list[dict[str, Any]]:
         """GET /slots: one object per slot. RequestFailed with status 501 when the server was started without it."""
         return self._json("GET", "/slots", timeout_s=timeout_s).get("value", [])
+
+    def stats(self, *, timeout_s: float | None = 10.0) -> PhaseStats:
+        """The counters of `phase`, typed."""
+        return PhaseStats.from_report(self.phase(timeout_s=timeout_s))
 
     def metrics(self, *, timeout_s: float | None = 10.0) -> dict[str, float]:
         """GET /metrics by name, labels included in the name: `llamacpp:prompt_tokens_total`, `x_bucket{le="5"}`."""

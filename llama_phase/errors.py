@@ -25,6 +25,14 @@ class UsageError(LlamaPhaseError):
     exit_code = 2
 
 
+class EngineClosed(UsageError):
+    """An engine, context or its controls were used after they were closed, or in a process forked from theirs."""
+
+
+class EngineBusy(UsageError):
+    """Two threads, or two generations, want the same engine at once."""
+
+
 class MissingPrerequisite(LlamaPhaseError):
     """A tool, library or disk space the step needs is not there."""
 
