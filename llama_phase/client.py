@@ -112,15 +112,7 @@ class Client:
                     piece = _parse(data)
                     if "error" in piece:
                         raise RequestFailed(f"/completion: {_error_text(piece)}", status=500)
-                    yield Chunk(
-                        text=piece.get("content", ""),
-                        tokens=piece.get("tokens", []),
-                        last=bool(piece.get("stop")),
-                        timings=piece.get("timings", {}),
-                        raw=piece,
-                        progress=Progress.of(piece.get("prompt_progress")),
-                        stop_type=piece.get("stop_type", ""),
-                    )
+                    yield _chunk(piece)
         except httpx.HTTPError as error:
             raise self._unreachable("/completion", error) from None
 
@@ -149,7 +141,7 @@ class Client:
                 for chunk in chunks:
                     if unwanted.is_set():
                         return
-                    if wanted or chunk.progress is None or chunk.text or chunk.tokens:
+                    if wanted or chunk.progress is None:
                         yield chunk
 
         return iterate_in_thread(pieces, unwanted.set)
@@ -243,6 +235,19 @@ def _body(
     if greedy:
         body["temperature"] = 0.0
     return body | extra
+
+
+def _chunk(piece: dict[str, Any]) -> Chunk:
+    progress = Progress.of(piece.get("prompt_progress"))
+    return Chunk(
+        text=piece.get("content", ""),
+        tokens=[] if progress else piece.get("tokens", []),  # the server sends token 0 with a report
+        last=bool(piece.get("stop")),
+        timings=piece.get("timings", {}),
+        raw=piece,
+        progress=progress,
+        stop_type=piece.get("stop_type", ""),
+    )
 
 
 def _parse(text: str) -> dict[str, Any]:

@@ -8,9 +8,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from llama_phase.async_bridge import iterate_in_thread
 from llama_phase.controls import PhaseControls
@@ -45,6 +47,7 @@ class Engine:
         options, settings = load_settings(path, settings, keywords)
         if not path.is_file():
             raise ModelError(f"{path} is not a file", fix="give the path of a GGUF file")
+        threads = options.threads or psutil.cpu_count(logical=False) or 1
         self._binding = native()
         self._binding.set_log_level(EngineOptions.LOG_LEVEL[options.verbose])
         self.settings = settings
@@ -59,8 +62,8 @@ class Engine:
                     n_ctx=settings.ctx or 0,
                     n_batch=settings.effective_batch or 2048,
                     n_ubatch=settings.ubatch,
-                    n_threads=options.threads or 0,
-                    n_threads_batch=options.threads_batch or options.threads or 0,
+                    n_threads=threads,
+                    n_threads_batch=options.threads_batch or threads,
                     trace_routing=options.trace_routing,
                 )
             except BaseException:
@@ -136,7 +139,7 @@ class Engine:
         with contextlib.closing(self.stream(prompt, n_predict, **keywords)) as chunks:
             return collect(chunks, on_progress)
 
-    def stream(self, prompt: Prompt, n_predict: int = 128, **keywords: Any) -> Iterator[Chunk]:
+    def stream(self, prompt: Prompt, n_predict: int = 128, **keywords: Any) -> Generator[Chunk, None, None]:
         """Like `generate`, token by token. `progress=True` adds a chunk per batch of the prompt. Closing it cancels."""
         request = Request.of(n_predict, keywords)
         self._require_usable()
@@ -158,7 +161,7 @@ class Engine:
         self._require_usable()
         return self._context.take_routing()
 
-    def _run(self, prompt: Prompt, request: Request) -> Iterator[Chunk]:
+    def _run(self, prompt: Prompt, request: Request) -> Generator[Chunk, None, None]:
         with self._exclusively():
             tokens = self._model.tokenize(prompt, True, True) if isinstance(prompt, str) else list(prompt)
             if not tokens:

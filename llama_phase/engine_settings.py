@@ -17,7 +17,7 @@ SIZES = ("ctx", "batch", "ubatch")
 @dataclass(frozen=True)
 class EngineOptions:
     """`gpu_layers`: on the GPU, -1 for all; `cpu_experts`: expert weights stay in host memory all the same; `threads`,
-    `threads_batch`: llama.cpp's default if None; `trace_routing`: note which experts every token chose (slower);
+    `threads_batch`: all physical cores if None; `trace_routing`: note which experts every token chose (slower);
     `verbose`: llama.cpp's log on stderr instead of its warnings alone."""
 
     LOG_LEVEL: ClassVar[dict[bool, int]] = {False: 3, True: 2}

@@ -209,6 +209,7 @@ context::context(const model & m, const context_options & options) {
     params.n_ubatch = options.n_ubatch;
     params.n_threads       = options.n_threads > 0 ? options.n_threads : params.n_threads;
     params.n_threads_batch = options.n_threads_batch > 0 ? options.n_threads_batch : params.n_threads;
+    params.swa_full = false; // as llama-server
     params.abort_callback      = should_abort;
     params.abort_callback_data = this;
     if (options.trace_routing) {

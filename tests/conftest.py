@@ -48,6 +48,16 @@ def stock_engine() -> Path:
 
 
 @pytest.fixture(scope="session")
+def bindings(engine: Path) -> Path:
+    """Folder of the libraries that llama_phase uses in a process."""
+    if not list((ROOT / "llama_phase").glob("_engine.*.so")):
+        pytest.fail("no bindings in llama_phase/: run make bindings", pytrace=False)
+    from llama_phase import library_path
+
+    return library_path()
+
+
+@pytest.fixture(scope="session")
 def model_path() -> Callable[[str], Path]:
     """Path of a model by its name in MODELS, or of `gemma`; made once and kept in models/ for the next run."""
 
