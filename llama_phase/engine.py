@@ -70,6 +70,7 @@ class Engine:
                 self._model.close()
                 raise
         self.controls = PhaseControls(self._context.controls())
+        self._n_ctx: int = self._context.n_ctx
         self._pid = os.getpid()
         self._sequence = HeldSequence(self._context)
         self._generating = threading.Lock()
@@ -93,7 +94,8 @@ class Engine:
     @property
     def n_ctx(self) -> int:
         """Tokens the context holds."""
-        return self._context.n_ctx
+        self._require_usable()
+        return self._n_ctx
 
     @property
     def phase(self) -> PhaseName:

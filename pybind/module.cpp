@@ -33,15 +33,15 @@ void context_handle::free() {
     }
 }
 
-context_use::context_use(context_handle & handle) : handle(handle), lock(handle.busy, std::try_to_lock) {
-    if (!lock.owns_lock()) {
+context_use::context_use(context_handle & handle) : handle(handle), lock(handle.busy, std::defer_lock) {
+    if (handle.owner != getpid()) { // asked first: the lock may be held by a thread that only the parent has
+        throw_typed("EngineClosed", "this context belongs to process " + std::to_string(handle.owner) + ", which forked this one", "create a new one in the child");
+    }
+    if (!lock.try_lock()) {
         throw_typed("EngineBusy", "another thread is using this context", "wait for it, or give each thread its own");
     }
     if (!handle.ctx) {
         throw_typed("EngineClosed", "this context is closed", "create a new one");
-    }
-    if (handle.owner != getpid()) {
-        throw_typed("EngineClosed", "this context belongs to process " + std::to_string(handle.owner) + ", which forked this one", "create a new one in the child");
     }
 }
 

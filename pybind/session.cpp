@@ -23,9 +23,15 @@ static std::mutex       log_lock;
 static std::string      log_errors; // since the last clear_errors()
 static std::atomic<int> log_level { GGML_LOG_LEVEL_WARN };
 
+// llama.cpp reports a decode that we ended as an error, on the thread that decodes
+static thread_local bool ended_by_us = false;
+
 static void on_log(ggml_log_level level, const char * text, void *) {
     static thread_local ggml_log_level last = GGML_LOG_LEVEL_NONE;
     last = level == GGML_LOG_LEVEL_CONT ? last : level;
+    if (ended_by_us) {
+        return;
+    }
     if (last >= GGML_LOG_LEVEL_ERROR) {
         std::lock_guard<std::mutex> guard(log_lock);
         if (log_errors.size() < 2000) {
@@ -65,7 +71,7 @@ static bool on_main_thread() {
 // Runs pending signal handlers; what they raise is kept. The caller does not hold the GIL.
 static bool signal_raised(std::unique_ptr<py::error_already_set> & raised) {
     py::gil_scoped_acquire acquire;
-    if (PyErr_CheckSignals() == 0) {
+    if (raised || PyErr_CheckSignals() == 0) {
         return false;
     }
     raised = std::make_unique<py::error_already_set>();
@@ -233,14 +239,12 @@ context::context(const model & m, const context_options & options) {
 
 bool context::should_abort(void * data) {
     auto & self = *(context *) data;
-    if (self.cancelled || self.interrupt) {
-        return true;
+    if (self.on_main && now_ms() - self.asked_at_ms > 20.0) {
+        self.asked_at_ms = now_ms();
+        signal_raised(self.interrupt);
     }
-    if (!self.on_main || now_ms() - self.asked_at_ms < 20.0) {
-        return false;
-    }
-    self.asked_at_ms = now_ms();
-    return signal_raised(self.interrupt);
+    ended_by_us = self.cancelled || self.interrupt;
+    return ended_by_us;
 }
 
 bool context::on_tensor(ggml_tensor * t, bool ask, void * data) {
@@ -293,6 +297,7 @@ int32_t context::decode(std::vector<llama_token> tokens, llama_pos position) {
         py::gil_scoped_release release;
         result = llama_decode(*ctx, batch);
         llama_synchronize(*ctx);
+        ended_by_us = false;
     }
     if (interrupt) {
         const auto raised = std::move(interrupt);
