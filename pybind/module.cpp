@@ -48,8 +48,8 @@ context_use::context_use(context_handle & handle) : handle(handle), lock(handle.
 PYBIND11_MODULE(_engine, m) {
     m.doc() = "The engine's C API and its pure modules. People use llama_phase.Engine, attach, environment and sim instead.";
     bind_policy(m);
-    bind_session(m);
     bind_controls(m);
+    bind_session(m);
 
     py::module_::import("atexit").attr("register")(py::cpp_function([] { interpreter_ends = true; }));
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -51,16 +52,29 @@ def build_wheel(engine: EngineInfo, environ: dict[str, str], folder: Path) -> No
     run_step(command, folder / "build.log", environ, "building the wheel")
 
 
+def write_stubs(environ: dict[str, str], folder: Path) -> None:
+    """_engine.pyi of the module that is built, into `folder`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-m", "pybind11_stubgen", "llama_phase._engine", "-o", scratch]
+        run_step(command, Path(scratch) / "log", environ, "writing the stubs")
+        text = (Path(scratch) / "llama_phase" / "_engine.pyi").read_text()
+    (folder / "_engine.pyi").write_text(text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--wheel", action="store_true", help="a wheel with the engine's libraries, in dist/")
+    parser.add_argument("--stubs", type=Path, metavar="FOLDER", help="write _engine.pyi of the built module instead")
     arguments = parser.parse_args()
     folder = ROOT / "build" / ("wheel" if arguments.wheel else "bindings")
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with only_one(folder / ".lock"):
             environ = toolchain.build_environment(ROOT, os.environ)
+            if arguments.stubs:
+                write_stubs(environ, arguments.stubs)
+                return 0
             (build_wheel if arguments.wheel else build_in_place)(engine_info(arguments.backend), environ, folder)
     except LlamaPhaseError as error:
         Console(stderr=True).print(f"error: {error}\n  fix: {error.fix}", highlight=False, markup=False, soft_wrap=True)
