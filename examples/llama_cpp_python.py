@@ -9,7 +9,7 @@ import llama_phase
 os.environ["LLAMA_CPP_LIB_PATH"] = str(llama_phase.library_path())  # before llama_cpp is imported
 from llama_cpp import Llama
 
-# The engine reads its variables when the context is created. n_batch, the logical batch, has to hold a large micro-batch.
+# The engine reads its variables when the context is created. n_batch, the logical batch, holds a large micro-batch.
 with llama_phase.environment(prefill_mode="transaction", prefill_ubatch=512):
     llm = Llama(sys.argv[1], n_ctx=4096, n_batch=512, n_ubatch=128, verbose=False)
 
