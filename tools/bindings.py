@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -72,6 +73,8 @@ def main() -> int:
     try:
         with only_one(folder / ".lock"):
             environ = toolchain.build_environment(ROOT, os.environ)
+            # the same name in both builds, so that the compiler cache serves the second one
+            environ["CXX"] = shlex.join(toolchain.find_compiler(environ).command)
             if arguments.stubs:
                 write_stubs(environ, arguments.stubs)
                 return 0
