@@ -53,6 +53,7 @@ def cmake_options(
         # libraries find each other by their own place and have one name each, so that a wheel may carry them
         "CMAKE_BUILD_WITH_INSTALL_RPATH": "ON",
         "CMAKE_INSTALL_RPATH": "$ORIGIN",
+        "CMAKE_INSTALL_RPATH_USE_LINK_PATH": "ON",  # CUDA's
         "CMAKE_PLATFORM_NO_VERSIONED_SONAME": "ON",
     }
     if ccache:

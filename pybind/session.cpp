@@ -392,7 +392,7 @@ void bind_session(py::module_ & m) {
         .def("tokenize", &model::tokenize, py::arg("text"), py::arg("add_special") = true, py::arg("parse_special") = true, "Token ids of a text.")
         .def("piece", &model::piece, py::arg("token"), py::arg("special") = false, "The bytes of a token; several may make one character.")
         .def("is_end", &model::is_end, py::arg("token"), "Whether the token ends an answer.")
-        .def("close", &model::close, "Give the weights up; they go with the last context that uses them. Idempotent.")
+        .def("close", &model::close, py::call_guard<py::gil_scoped_release>(), "Give the weights up; they go with the last context that uses them. Idempotent.")
         .def_property_readonly("end_tokens", &model::end_tokens, "Tokens that end an answer.")
         .def_property_readonly("n_vocab", &model::n_vocab);
 

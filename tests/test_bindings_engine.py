@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
@@ -258,6 +259,23 @@ def test_threads_share_nothing_but_the_library(make: Make, prompt) -> None:
     done.set()
     asking.join()
     assert answers == [clean] * 9
+
+
+def test_other_threads_run_during_a_decode(make: Make, prompt) -> None:
+    """The GIL is free while llama.cpp computes, whole batches long."""
+    one, tokens = make(prefill_mode="off"), prompt("qwen3moe", 500)
+    ticks: list[float] = []
+    done = threading.Event()
+    ticking = threading.Thread(
+        target=lambda: [ticks.append(time.monotonic()) for _ in iter(lambda: done.wait(0.001), True)]
+    )
+    ticking.start()
+    began = time.monotonic()
+    one._context.decode(list(tokens), 0)  # one call
+    ended = time.monotonic()
+    done.set()
+    ticking.join()
+    assert len([tick for tick in ticks if began < tick < ended]) >= 5
 
 
 def test_use_after_close(make: Make, prompt) -> None:
