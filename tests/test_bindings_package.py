@@ -51,14 +51,14 @@ def test_the_wheel_alone_generates(bindings: Path, model_path, tmp_path: Path) -
     )
     assert built.returncode == 0, built.stderr
     wheel = max((ROOT / "dist").glob("llama_phase-*.whl"), key=os.path.getmtime)
-    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    venv.create(tmp_path / "venv", with_pip=True, symlinks=True)
     python = tmp_path / "venv/bin/python"
-    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*install, str(wheel)], check=True, capture_output=True)
+    environ = {"PATH": str(python.parent), "HOME": str(tmp_path)}
+    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
+    subprocess.run(install, env=environ, check=True, capture_output=True)
     (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
 
-    environ = {"PATH": str(python.parent), "HOME": str(tmp_path)}
     command = [python, "-c", SCRIPT, model_path("qwen3moe").resolve()]
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
