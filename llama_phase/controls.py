@@ -12,7 +12,7 @@ from typing import Any
 
 from llama_phase.engine_library import library_path, native
 from llama_phase.errors import EngineClosed, UsageError
-from llama_phase.phase_facts import PhaseEvent, PhaseName, PhaseStats
+from llama_phase.phase_facts import PhaseEvent, PhaseStats
 
 OnEvent = Callable[[PhaseEvent], object]
 
@@ -20,7 +20,7 @@ OnEvent = Callable[[PhaseEvent], object]
 class PhaseControls:
     """The phases of one context. A context manager; `close` is idempotent and leaves the context alone.
 
-    `stats`, `report`, `failure` and `phase` may be asked from any thread; the others belong to the thread that decodes.
+    `stats`, `phase` and `failure` may be asked from any thread; the others belong to the thread that decodes.
     Everything raises EngineClosed once the context or these controls are closed.
     """
 
@@ -44,10 +44,6 @@ class PhaseControls:
         return self._native.closed
 
     @property
-    def phase(self) -> PhaseName:
-        return self.stats().phase
-
-    @property
     def failure(self) -> str | None:
         """Why the context cannot compute any more, or None."""
         return self._native.failure
@@ -55,7 +51,7 @@ class PhaseControls:
     def stats(self) -> PhaseStats:
         return PhaseStats(**self._native.stats())
 
-    def report(self) -> dict[str, Any]:
+    def phase(self) -> dict[str, Any]:
         """Everything, as GET /phase says it: transactions with their steps, slots and hits per layer, memory."""
         return json.loads(self._native.json())
 

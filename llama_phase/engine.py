@@ -20,7 +20,7 @@ from llama_phase.engine_library import native
 from llama_phase.engine_settings import EngineOptions, load_settings
 from llama_phase.errors import EngineBusy, EngineClosed, ModelError, UsageError
 from llama_phase.generation import Chunk, Completion, Progress, Prompt, Request, collect
-from llama_phase.phase_facts import PhaseName, PhaseStats
+from llama_phase.phase_facts import PhaseStats
 from llama_phase.process_environment import environment
 from llama_phase.sequence import Cancelled, HeldSequence
 from llama_phase.settings import Settings
@@ -33,8 +33,8 @@ _open: weakref.WeakSet[Engine] = weakref.WeakSet()
 class Engine:
     """One model, one context, one sequence. A context manager; `close` is idempotent.
 
-    One generation at a time: a second one, from whatever thread, is refused with EngineBusy. `stats`, `report`,
-    `phase`, `cancel` and `close` may be called from any thread. After a fork the child has to create its own.
+    One generation at a time: a second one, from whatever thread, is refused with EngineBusy. `stats`, `phase`,
+    `cancel` and `close` may be called from any thread. After a fork the child has to create its own.
     """
 
     def __init__(self, model: str | os.PathLike[str], settings: Settings | None = None, **keywords: Any):
@@ -97,16 +97,13 @@ class Engine:
         self._require_usable()
         return self._n_ctx
 
-    @property
-    def phase(self) -> PhaseName:
-        return self.stats().phase
-
     def stats(self) -> PhaseStats:
+        """The counters, and the phase now."""
         return self.controls.stats()
 
-    def report(self) -> dict[str, Any]:
-        """Everything, as GET /phase says it."""
-        return self.controls.report()
+    def phase(self) -> dict[str, Any]:
+        """Everything, as GET /phase says it: transactions with their steps, slots and hits per layer, memory."""
+        return self.controls.phase()
 
     def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of a text, as llama-server makes them."""

@@ -109,18 +109,18 @@ def test_attach_gives_the_controls(run: Run, model_path, prompt) -> None:
     assert attach(llm) is controls
     with controls.events() as events:
         first = answer(llm, tokens)
-        say(events=[e.kind for e in events], phase=controls.phase)
+        say(events=[e.kind for e in events], phase=controls.stats().phase)
 
     llm.reset()
     with controls.prompt(len(tokens)) as ubatch:
         llm.eval(tokens)
-        say(ubatch=ubatch, phase=controls.phase)
-    say(phase=controls.phase, entered=controls.stats().n_entered, left=controls.stats().n_left)
+        say(ubatch=ubatch, phase=controls.stats().phase)
+    say(phase=controls.stats().phase, entered=controls.stats().n_entered, left=controls.stats().n_left)
     try:
         with controls.prompt(len(tokens)):
             raise KeyError
     except KeyError:
-        say(phase=controls.phase, aborted=controls.stats().n_aborted, mode=controls.report()["mode"])
+        say(phase=controls.stats().phase, aborted=controls.stats().n_aborted, mode=controls.phase()["mode"])
 
     def broken(event):
         raise RuntimeError("from a listener")
@@ -131,7 +131,7 @@ def test_attach_gives_the_controls(run: Run, model_path, prompt) -> None:
     llm.close()
     assert controls.closed
     listen = lambda: controls.on_event(print)
-    for call in (controls.stats, controls.report, controls.reset, listen, lambda: attach(llm)):
+    for call in (controls.stats, controls.phase, controls.reset, listen, lambda: attach(llm)):
         try:
             call()
         except EngineClosed as error:
@@ -154,7 +154,7 @@ def test_a_llama_without_phases_says_so(run: Run, model_path) -> None:
     """Nothing set, or a logical batch that is no larger than the micro-batch: neutral answers, no error."""
     script = """
     llm = load(sys.argv[1])
-    say(has_phases=attach(llm).stats().has_phases, report=attach(llm).report())
+    say(has_phases=attach(llm).stats().has_phases, report=attach(llm).phase())
     with environment(prefill_mode="transaction"):
         small = load(sys.argv[1], ubatch=512)
     with attach(small) as controls, controls.prompt(600) as ubatch:

@@ -144,7 +144,7 @@ def test_a_forked_child_is_refused_and_ends_well(start) -> None:
     child = os.fork()
     if child == 0:
         refused = 0
-        for call in (lambda: one.generate([5], 2), lambda: one.stream([5]), one.stats, one.report, lambda: one.n_ctx):
+        for call in (lambda: one.generate([5], 2), lambda: one.stream([5]), one.stats, one.phase, lambda: one.n_ctx):
             try:
                 call()
             except EngineClosed:
@@ -176,7 +176,7 @@ def test_ctrl_c_in_generate_leaves_a_usable_engine(start, model: str) -> None:
             say(finished=True)
         except KeyboardInterrupt:
             say(interrupted=True)
-        say(phase=one.phase, same=one.generate(LONG[:600], 8, ignore_eos=True).tokens == clean)
+        say(phase=one.stats().phase, same=one.generate(LONG[:600], 8, ignore_eos=True).tokens == clean)
     """
     process = start(script, model)
     said: list[dict] = []
