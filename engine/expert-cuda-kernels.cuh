@@ -5,8 +5,6 @@
 
 #include "expert-op.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 // The routed experts of a batch in device memory; the ids of one token are contiguous.

@@ -7,6 +7,9 @@
 
 #include "expert-cuda-kernels.cuh"
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <algorithm>
 #include <cfloat>
 #include <climits>
