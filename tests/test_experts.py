@@ -262,7 +262,8 @@ def test_a_reused_prefix(servers: ExpertFleet, prompt) -> None:
 def test_a_prompt_and_the_working_set(servers: ExpertFleet, prompt, restore: str) -> None:
     """After a long prompt the snapshot serves the same text without a miss; a cold start copies it all again."""
     model = "qwen3moe"
-    server = servers.alone(model, N_EXPERT, PREFILL_MODE="transaction", PREFILL_UBATCH=PREFILL_UBATCH, RESTORE=restore)
+    phases = {"PREFILL_MODE": "transaction", "PREFILL_UBATCH": PREFILL_UBATCH, "RESTORE": restore}
+    server = servers.alone(model, N_EXPERT, PREFETCH="0", **phases)
     try:
         short = prompt(model, 1)
         server.complete(short, n=100)
@@ -284,7 +285,7 @@ def test_slots_of_experts_that_the_prompt_used(servers: ExpertFleet, prompt) -> 
     tokens, other = prompt(model, 1000, seed=6), prompt(model, 1, seed=7)
     first_misses = {}
     for restore in ("cold", "prompt"):
-        server = servers.switching(model, 8, RESTORE=restore)
+        server = servers.switching(model, 8, RESTORE=restore, PREFETCH="0")
         server.complete(other, n=60)
         before = missed(server)
         server.complete(tokens, n=2)  # one decode step behind the prompt
