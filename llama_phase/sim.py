@@ -1,7 +1,8 @@
 """How often would the slots have had the expert? Replays routing traces through the engine's own slot policy.
 
 A trace is a sequence of (layer, ids): the experts that one decode batch chose in one layer, in the order of its tokens.
-It comes from a file, from `Engine(..., trace_routing=True)`, or is made up by `synthetic_trace`.
+It comes from a file, from `Engine(..., trace_routing=True)`, or is made up by `synthetic_trace`. What is copied ahead
+(LLAMA_PHASE_PREFETCH) is not in it: the figures are those without.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ def test_slots_change_nothing(fleet: Fleet, make: Make, prompt) -> None:
 
     before = with_slots.phase()["experts"][0]["slots"]
     with_slots.take_routing()
-    cold = make("qwen3moe", prefill_mode="off", expert_slots=n_slots, expert_batch=1, trace_routing=True)
+    slots = {"expert_slots": n_slots, "expert_batch": 1, "prefetch": 0}
+    cold = make("qwen3moe", prefill_mode="off", trace_routing=True, **slots)
     cold.generate(prompt("qwen3moe", 100), 24, ignore_eos=True)
     counted = cold.phase()["experts"][0]["slots"]
     replayed = sim.replay(sim.from_routing(cold.take_routing()), 32, n_slots)
