@@ -46,16 +46,14 @@ def speculation_suite(threads: int, slots: str, acceptances: Sequence[float]) ->
 def speculation_table(results: dict[str, list[dict[str, Any]]]) -> Table:
     """Medians over all rounds, one row a configuration; `lengths` are the last server's rounds by chosen length."""
     shown = Table(title="tokens per second by acceptance and draft length")
-    for column in ("acceptance", "length", "tok/s", "x off", "x best fixed", "accepted %", "hits %", "MiB", "lengths"):
+    columns = ("acceptance", "length", "tok/s", "x off", "x best fixed", "accepted %", "hits %", "prose tok/s", "MiB")
+    for column in (*columns, "lengths"):
         shown.add_column(column, justify="right")
-    speeds = {
-        name: statistics.median(s["predicted_per_second"] for one in rounds for s in one["samples"])
-        for name, rounds in results.items()
-    }
+    speeds = {name: _speed(rounds, "decode") for name, rounds in results.items()}
     for name, rounds in results.items():
         rate, _, length = name.rpartition(" ")
         fixed = [speed for other, speed in speeds.items() if rate and other in {f"{rate} {n}" for n in LENGTHS}]
-        samples = [sample for one in rounds for sample in one["samples"]]
+        samples = [sample for one in rounds for sample in one["samples"] if sample["kind"] == "decode"]
         drafted, accepted = (sum(sample[key] for sample in samples) for key in ("drafted", "accepted"))
         hits = median(sample["hit_rate"] for sample in samples)
         shown.add_row(
@@ -66,7 +64,13 @@ def speculation_table(results: dict[str, list[dict[str, Any]]]) -> Table:
             f"{speeds[name] / max(fixed):.2f}" if fixed and length == AUTO else "",
             f"{100 * accepted / drafted:.0f}" if drafted else "",
             f"{100 * hits:.1f}" if hits is not None else "",
+            f"{_speed(rounds, 'prose'):.1f}",
             f"{median(one['memory_mib'] for one in rounds) or 0:.0f}",
             " ".join(map(str, (rounds[-1]["phase"] or {}).get("draft", {}).get("rounds", []))),
         )
     return shown
+
+
+def _speed(rounds: list[dict[str, Any]], kind: str) -> float:
+    """Median tokens per second of one kind of text."""
+    return statistics.median(s["predicted_per_second"] for one in rounds for s in one["samples"] if s["kind"] == kind)
