@@ -176,3 +176,16 @@ def test_llama_bench_switches(engine: Path, model_path) -> None:
     assert [row["n_gen"] for row in json.loads(result.stdout)] == [0, 8]
     assert "prefill phase entered" in result.stderr and "ubatch 126 -> 512" in result.stderr
     assert "step enter.reserve_prefill_buffers" in result.stderr
+
+
+def test_pinned_memory_waits_for_its_phase(engine: Path, tmp_path: Path) -> None:
+    """The pool of compute buffers: found again by size, nothing used twice, freed in any order."""
+    source, program = PHASE_BIN.parents[1] / "src", tmp_path / "host_pool"
+    include = [f"-I{folder}" for folder in (source / "ggml/include", source / "ggml/src", ROOT / "engine")]
+    link = ["-Wl,-rpath," + str(PHASE_BIN), f"-L{PHASE_BIN}", "-lggml", "-lggml-base", "-lggml-cpu"]
+    flags = ["-std=c++17", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    sources = [ROOT / "tests/host_pool.cpp", ROOT / "engine/host-pool.cpp"]
+    compiled = subprocess.run(["g++", *flags, *include, *sources, "-o", program, *link], capture_output=True, text=True)
+    assert compiled.returncode == 0, compiled.stderr
+    result = subprocess.run([program], env=clean_environment({}), capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
