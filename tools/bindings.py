@@ -46,10 +46,13 @@ def build_in_place(engine: EngineInfo, environ: dict[str, str], folder: Path) ->
 def build_wheel(engine: EngineInfo, environ: dict[str, str], folder: Path) -> None:
     """With the tools of this environment, so without a network."""
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", str(ROOT)]
-    command += ["--wheel-dir", str(ROOT / "dist"), "-Cwheel.cmake=true"]
-    command += [f"-Cbuild-dir={folder}", f"-Ccmake.define.LLAMA_PHASE_ENGINE={engine.folder}"]
+    command += ["--wheel-dir", str(ROOT / "dist"), "--config-settings=wheel.cmake=true"]
+    command += [
+        f"--config-settings=build-dir={folder}",
+        f"--config-settings=cmake.define.LLAMA_PHASE_ENGINE={engine.folder}",
+    ]
     if toolchain.find_tool("ccache", environ):
-        command.append("-Ccmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache")
+        command.append("--config-settings=cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache")
     run_step(command, folder / "build.log", environ, "building the wheel")
 
 
