@@ -44,7 +44,8 @@ static uint32_t choose_prefill_ubatch(const llama_cparams & cparams, const phase
 std::shared_ptr<phase_context> phase_context_create(llama_context & ctx) {
     const phase_config config = phase_config_load();
     phase_kv_set_select(config.select);
-    if (ctx.model.hparams.vocab_only || (config.mode == PHASE_MODE_OFF && config.expert_slots == 0 && config.kv == PHASE_KV_DEVICE && !config.draft_auto)) {
+    const bool nothing_but_a_switch = config.expert_slots == 0 && config.kv == PHASE_KV_DEVICE && !config.draft_auto;
+    if (ctx.model.hparams.vocab_only || (config.mode == PHASE_MODE_OFF && nothing_but_a_switch)) {
         return nullptr;
     }
     const uint32_t ubatch_prefill = choose_prefill_ubatch(ctx.cparams, config);
@@ -55,7 +56,7 @@ std::shared_ptr<phase_context> phase_context_create(llama_context & ctx) {
         phase_set_chunks(ctx.cparams, ctx.model, config.mode == PHASE_MODE_TRANSACTION ? config.chunk : 0);
         return nullptr;
     }
-    if (ubatch_prefill == ctx.cparams.n_ubatch && config.expert_slots == 0 && config.kv == PHASE_KV_DEVICE && !config.draft_auto) {
+    if (ubatch_prefill == ctx.cparams.n_ubatch && nothing_but_a_switch) {
         return nullptr;
     }
     return std::make_shared<phase_context>(ctx, config, ubatch_prefill);

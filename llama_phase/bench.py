@@ -84,21 +84,17 @@ def prompt_tokens(n: int, text: int, vocabulary: int) -> list[int]:
     return [source.randrange(100, vocabulary) for _ in range(n)]
 
 
-def _experts(phase: dict[str, Any]) -> tuple[int, ...]:
-    """looked up, missed, bytes copied by lookups, ahead of them, and streamed; summed over the contexts"""
-    totals = [0] * 5
+def _experts(phase: dict[str, Any]) -> tuple[float, ...]:
+    """looked up, missed, bytes copied by lookups, ahead of them, and streamed, milliseconds of streaming and of those
+    that were exposed; summed over the contexts"""
+    totals: list[float] = [0] * 7
     for experts in phase.get("experts", []):
-        slots = experts["slots"]
+        slots, ring = experts["slots"], experts["ring"]
         copied = [experts[way]["copied_bytes"] for way in ("slots", "prefetch", "ring")]
-        for i, value in enumerate((slots["looked_up"], slots["missed"], *copied)):
+        times = (ring.get("copy_ms", 0.0), ring.get("exposed_ms", 0.0))
+        for i, value in enumerate((slots["looked_up"], slots["missed"], *copied, *times)):
             totals[i] += value
     return tuple(totals)
-
-
-def _ring_ms(phase: dict[str, Any]) -> tuple[float, float]:
-    """copy and exposed milliseconds, summed over the contexts"""
-    rings = [experts["ring"] for experts in phase.get("experts", [])]
-    return sum(ring.get("copy_ms", 0.0) for ring in rings), sum(ring.get("exposed_ms", 0.0) for ring in rings)
 
 
 def _ask(client: Client, kind: str, text: int, prompt: list[int] | str, n_predict: int) -> Sample:
@@ -106,7 +102,7 @@ def _ask(client: Client, kind: str, text: int, prompt: list[int] | str, n_predic
     answer = client.completion(prompt, n_predict, cache_prompt=False, return_tokens=True, ignore_eos=True)
     after = client.phase() or {}
     changes = (b - a for a, b in zip(_experts(before), _experts(after), strict=True))
-    looked, missed, copied, prefetched, streamed = changes
+    looked, missed, copied, prefetched, streamed, copy_ms, exposed_ms = changes
     sample = Sample(
         kind,
         text,
@@ -117,8 +113,8 @@ def _ask(client: Client, kind: str, text: int, prompt: list[int] | str, n_predic
         copied_bytes=copied,
         prefetched_bytes=prefetched,
         streamed_bytes=streamed,
-        copy_ms=_ring_ms(after)[0] - _ring_ms(before)[0],
-        exposed_ms=_ring_ms(after)[1] - _ring_ms(before)[1],
+        copy_ms=copy_ms,
+        exposed_ms=exposed_ms,
         drafted=int(answer.timings.get("draft_n", 0)),
         accepted=int(answer.timings.get("draft_n_accepted", 0)),
         tokens=answer.tokens,

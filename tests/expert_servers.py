@@ -5,7 +5,8 @@ Servers run with --no-repack: the experts keep the file's layout, and stock then
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,19 @@ def experts(server: EngineServer, member: int = 0) -> dict[str, Any]:
 
 def missed(server: EngineServer, member: int = 0) -> int:
     return experts(server, member)["slots"]["missed"]
+
+
+@contextmanager
+def stopped_at_the_end(fleet: ExpertFleet) -> Iterator[Callable[..., EngineServer]]:
+    """`fleet.alone`, whose servers are stopped when the block ends, also by an exception."""
+    started: list[EngineServer] = []
+
+    def start(*args: Any, **more: Any) -> EngineServer:
+        started.append(fleet.alone(*args, **more))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for server in started:
+            server.stop()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from engine_server import DECODE_UBATCH, PREFILL_UBATCH, EngineServer, steps_of, wait_until
-from expert_servers import N_EXPERT, N_LAYER, N_USED, TRANSACTION, ExpertFleet, experts
+from expert_servers import N_EXPERT, N_LAYER, N_USED, TRANSACTION, ExpertFleet, experts, stopped_at_the_end
 
 pytestmark = pytest.mark.engine
 
@@ -30,15 +30,12 @@ def servers(engine, stock_engine, model_path, tmp_path_factory: pytest.TempPathF
 @pytest.fixture
 def start(servers: ExpertFleet) -> Iterator[Callable[..., EngineServer]]:
     """`start(model, *args, FAULT=...)`: a server with slots and transactions, of this test alone."""
-    started: list[EngineServer] = []
+    with stopped_at_the_end(servers) as start_any:
 
-    def start_one(model: str, *args: str, n_slots: int = N_SLOTS, **more) -> EngineServer:
-        started.append(servers.alone(model, n_slots, *args, **(TRANSACTION | more)))
-        return started[-1]
+        def start_one(model: str, *args: str, n_slots: int = N_SLOTS, **more) -> EngineServer:
+            return start_any(model, n_slots, *args, **(TRANSACTION | more))
 
-    yield start_one
-    for server in started:
-        server.stop()
+        yield start_one
 
 
 @pytest.fixture

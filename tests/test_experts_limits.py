@@ -17,6 +17,7 @@ from expert_servers import (
     TRANSACTION,
     ExpertFleet,
     experts,
+    stopped_at_the_end,
 )
 
 pytestmark = pytest.mark.engine
@@ -35,15 +36,8 @@ def servers(engine, stock_engine, model_path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def alone(servers: ExpertFleet) -> Iterator[Callable[..., EngineServer]]:
-    started: list[EngineServer] = []
-
-    def start(*args, **more) -> EngineServer:
-        started.append(servers.alone(*args, **more))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.stop()
+    with stopped_at_the_end(servers) as start:
+        yield start
 
 
 def refusal_of(alone: Callable[..., EngineServer], model: str, n_slots: int | str, *args: str, **more) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from engine_server import DECODE_UBATCH, PREFILL_UBATCH, EngineServer, wait_until
-from expert_servers import LAYER_BYTES, N_LAYER, TRANSACTION, ExpertFleet, experts
+from expert_servers import LAYER_BYTES, N_LAYER, TRANSACTION, ExpertFleet, experts, stopped_at_the_end
 
 pytestmark = pytest.mark.engine
 
@@ -24,15 +24,8 @@ def servers(engine, stock_engine, model_path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def start(servers: ExpertFleet) -> Iterator[Callable[..., EngineServer]]:
-    started: list[EngineServer] = []
-
-    def start_one(model: str, *args: str, **more) -> EngineServer:
-        started.append(servers.alone(model, N_SLOTS, *args, **(TRANSACTION | more)))
-        return started[-1]
-
-    yield start_one
-    for server in started:
-        server.stop()
+    with stopped_at_the_end(servers) as start_any:
+        yield lambda model, *args, **more: start_any(model, N_SLOTS, *args, **(TRANSACTION | more))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from engine_server import DECODE_UBATCH, PREFILL_UBATCH, EngineServer
-from expert_servers import ExpertFleet, experts
+from expert_servers import ExpertFleet, experts, stopped_at_the_end
 
 pytestmark = pytest.mark.engine
 
@@ -27,15 +27,12 @@ def servers(engine, stock_engine, model_path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def alone(servers: ExpertFleet) -> Iterator[Callable[..., EngineServer]]:
-    started: list[EngineServer] = []
+    with stopped_at_the_end(servers) as start_any:
 
-    def start(model: str, n_slots: int, *args: str, sizes: dict[str, int] | None = None, **more) -> EngineServer:
-        started.append(servers.alone(model, n_slots, *args, sizes=SIZES | (sizes or {}), **(AUTO | more)))
-        return started[-1]
+        def start(model: str, n_slots: int, *args: str, sizes: dict[str, int] | None = None, **more) -> EngineServer:
+            return start_any(model, n_slots, *args, sizes=SIZES | (sizes or {}), **(AUTO | more))
 
-    yield start
-    for server in started:
-        server.stop()
+        yield start
 
 
 def needs(server: EngineServer) -> dict[int, int]:
