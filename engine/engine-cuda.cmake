@@ -6,6 +6,7 @@ target_sources(ggml-cuda PRIVATE
     ${LLAMA_PHASE_ENGINE_DIR}/expert-cuda-pin.cu
     ${LLAMA_PHASE_ENGINE_DIR}/expert-cuda-prefetch.cu
     ${LLAMA_PHASE_ENGINE_DIR}/expert-cuda-stream.cu
+    ${LLAMA_PHASE_ENGINE_DIR}/input-cuda.cu
     ${LLAMA_PHASE_ENGINE_DIR}/kv-cuda.cu
     ${LLAMA_PHASE_ENGINE_DIR}/select-cuda.cu
     )

@@ -10,6 +10,7 @@ set(LLAMA_PHASE_SOURCES
     ${LLAMA_PHASE_ENGINE_DIR}/expert-ring-plan.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/expert-store.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/host-pool.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/input-upload.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/kpool-mask.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/kpool-memo.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/kv-buffer.cpp

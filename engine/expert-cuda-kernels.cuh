@@ -4,6 +4,7 @@
 // for graph nodes, engine/tests/test-expert-cuda.cu for its own data.
 
 #include "expert-op.h"
+#include "upload-stage.h"
 
 #include <cuda_runtime.h>
 
@@ -53,6 +54,9 @@ cudaError_t phase_cuda_join_prefetch(cudaStream_t stream, bool & waited);
 
 // Queues the copies of the jobs that `state` lists.
 cudaError_t phase_cuda_fill(const phase_fetch_op & op, const int32_t * state, cudaStream_t stream);
+
+// Queues one kernel that copies the pieces. cudaErrorInvalidValue: none, or more than PHASE_UPLOAD_PIECES.
+cudaError_t phase_cuda_upload(const phase_upload_piece * pieces, int32_t n, cudaStream_t stream);
 
 bool phase_cuda_can_use_pdl();
 

@@ -63,6 +63,11 @@ bool phase_cuda_capturable(const ggml_tensor * node) {
     return op && op->kind != PHASE_OP_STREAM;
 }
 
+bool phase_cuda_capture_at_once(const ggml_cgraph * graph) {
+    return n_replays > 0 && std::any_of(graph->nodes, graph->nodes + graph->n_nodes,
+            [](const ggml_tensor * node) { return node->op == GGML_OP_CUSTOM && phase_cuda_capturable(node); });
+}
+
 static bool use_pdl() {
 #if defined(GGML_CUDA_USE_PDL)
     static const bool enabled = [] {
@@ -167,6 +172,11 @@ const phase_backend_api * phase_cuda_backend_api() {
         /*.host_alloc    =*/ phase_cuda_host_alloc,
         /*.host_free     =*/ phase_cuda_host_free,
         /*.set_select    =*/ phase_cuda_set_select,
+        /*.upload        =*/ [](void * backend, const phase_upload_piece * pieces, int32_t n) {
+            auto & ctx = *(ggml_backend_cuda_context *) ((ggml_backend_t) backend)->context;
+            ggml_cuda_set_device(ctx.device);
+            CUDA_CHECK(phase_cuda_upload(pieces, n, ctx.stream()));
+        },
     };
     return &api;
 }

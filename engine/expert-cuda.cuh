@@ -7,6 +7,7 @@
 #include <cstddef>
 
 struct ggml_backend_cuda_context;
+struct ggml_cgraph;
 struct ggml_tensor;
 struct phase_backend_api;
 
@@ -15,6 +16,10 @@ bool phase_cuda_supports_op(const ggml_tensor * op);
 
 // A node that may be captured in a CUDA graph; a stream node may not.
 bool phase_cuda_capturable(const ggml_tensor * op);
+
+// A graph of the decode phase that has changed: the next ones of its shape follow at once, so it is captured now and not at its second
+// run (a run without a CUDA graph takes 10 to 20 ms). Not the first graph of a process: libraries prepare themselves in it.
+bool phase_cuda_capture_at_once(const ggml_cgraph * graph);
 
 // Runs a node that is ours; false: it is not.
 bool phase_cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * dst);

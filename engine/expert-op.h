@@ -42,6 +42,7 @@
 #include <cstdint>
 
 struct ggml_tensor;
+struct phase_upload_piece; // upload-stage.h
 
 constexpr uint32_t PHASE_OP_MAGIC    = 0x6c6c7068; // first word of the structs
 constexpr int32_t  PHASE_MAX_IDS     = 1024;       // ids of one fetch
@@ -179,6 +180,10 @@ struct phase_backend_api {
 
     // From now on, in all contexts: LLAMA_PHASE_SELECT.
     void (*set_select)(bool fast);
+
+    // Queues on the backend instance the copies of at most PHASE_UPLOAD_PIECES pieces from memory of host_alloc. The pieces are read
+    // during the call, their memory when the device gets there.
+    void (*upload)(void * backend, const phase_upload_piece * pieces, int32_t n);
 };
 
 // words of a layer's state

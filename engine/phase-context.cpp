@@ -77,6 +77,7 @@ phase_context::~phase_context() {
 }
 
 void phase_context::create_slots() {
+    inputs = input_upload::create(ctx.backend_ptrs);
     create_cache();
     group->choose_ubatch();
 }
@@ -134,7 +135,13 @@ phase_memory_scope::~phase_memory_scope() {
 //
 
 bool phase_context::before_decode(uint32_t n_tokens) {
-    return group->before_decode(*this, n_tokens);
+    if (!group->before_decode(*this, n_tokens)) {
+        return false;
+    }
+    if (inputs && ctx.sched) {
+        inputs->install(ctx.sched.get()); // each time: the scheduler may be another one
+    }
+    return true;
 }
 
 void phase_context::quiesce(bool entering) {

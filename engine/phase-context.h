@@ -7,6 +7,7 @@
 // Called by src/llama-context.cpp (creation, memory, each decode) and by phase-group.
 
 #include "host-pool.h"
+#include "input-upload.h"
 #include "phase-config.h"
 #include "phase-ubatch.h"
 
@@ -118,7 +119,8 @@ struct phase_context {
 
     bool pipeline_parallel = false; // of the decode phase
 
-    std::unique_ptr<host_pool> pinned; // of the compute buffers
+    std::unique_ptr<host_pool>    pinned; // of the compute buffers
+    std::unique_ptr<input_upload> inputs; // null: the scheduler copies them
 
     // the graphs of the phase that is not planned now: [decode, prefill]
     struct parked_graphs {

@@ -975,6 +975,47 @@ static void bench() {
     CHECK(cudaStreamDestroy(stream));
 }
 
+// Pieces of every alignment arrive, as many as one kernel takes, and no byte beside them is touched.
+static void test_upload() {
+    cudaStream_t stream;
+    CHECK(cudaStreamCreate(&stream));
+    void * memory = nullptr;
+    if (const char * reason = phase_cuda_host_alloc(1 << 16, &memory)) {
+        std::printf("upload: no pinned memory: %s\n", reason);
+        n_failed++;
+        return;
+    }
+    std::mt19937 random(11);
+    for (int round = 0; round < 50; ++round) {
+        const int32_t n = round == 0 ? PHASE_UPLOAD_PIECES : 1 + (int32_t) (random() % PHASE_UPLOAD_PIECES);
+        auto * host = (uint8_t *) memory;
+        for (int i = 0; i < 1 << 16; ++i) {
+            host[i] = (uint8_t) random();
+        }
+        device_bytes dst(1 << 16, 0xee);
+        std::vector<uint8_t> expected(1 << 16, 0xee);
+        std::vector<phase_upload_piece> pieces;
+        size_t at = 0;
+        for (int32_t i = 0; i < n; ++i) {
+            const size_t   begin = at + random() % 40;
+            const uint32_t size  = random() % 5 == 0 ? 1024 : random() % 200;
+            pieces.push_back({ host + begin, (uint8_t *) dst.data + begin, size });
+            std::copy_n(host + begin, size, expected.begin() + begin);
+            at = begin + size;
+        }
+        CHECK(phase_cuda_upload(pieces.data(), n, stream));
+        std::vector<uint8_t> got(1 << 16);
+        CHECK(cudaMemcpyAsync(got.data(), dst.data, got.size(), cudaMemcpyDeviceToHost, stream));
+        CHECK(cudaStreamSynchronize(stream));
+        if (got != expected) {
+            std::printf("upload: round %d differs\n", round);
+            n_failed++;
+        }
+    }
+    phase_cuda_host_free(memory);
+    CHECK(cudaStreamDestroy(stream));
+}
+
 int main(int argc, char ** argv) {
     const std::string mode  = argc > 1 ? argv[1] : "";
     const bool        small = mode == "small";
@@ -1040,6 +1081,8 @@ int main(int argc, char ** argv) {
         test_stream_copies_once();
         std::printf("stream: %d failed so far\n", n_failed);
         test_pin();
+        test_upload();
+        std::printf("upload: %d failed so far\n", n_failed);
     }
     if (!small) {
         bench();
