@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from llama_phase import download
 from llama_phase.errors import MissingPrerequisite, SourceError
 from llama_phase.tree import fingerprint, tree_digest, write_atomically
 
@@ -145,6 +144,8 @@ def ensure_source(
 
 
 def _archive(lock: Lock, environ: Mapping[str, str], progress: Progress) -> Path:
+    from llama_phase import download  # a server that is only started needs no index
+
     if given := environ.get("LLAMA_PHASE_SDIST"):
         path = Path(given).expanduser()
         if not path.is_file():
