@@ -5,9 +5,12 @@
 #   build     cmake and ninja in $WORK/build/cuda, which build/cuda links to; the compiler cache goes to $OUT/ccache.part.*
 #   kernels   engine/tests/test-expert-cuda and test-select-cuda, then their small mode under compute-sanitizer
 #   engine    tools/gpu_engine.py $ENGINE_ARGS
-#   kv        tools/gpu_kv.py $KV_ARGS
-#   bindings  the Python bindings, then tools/gpu_bindings.py; like kv not among the default steps
 #   bench     python -m llama_phase.bench $BENCH_ARGS
+# and, when asked for:
+#   kv        tools/gpu_kv.py $KV_ARGS
+#   chunks    tools/first_difference.py on three models; gpu_engine.py --only-chunks is part of engine
+#   rest      tools/gpu_supervisor.py, then the bindings and tools/gpu_bindings.py; each within its own time, whatever the others do
+#   bindings  the second half of rest
 #
 # OUT           logs and results (default .gpu/out)               WORK      default /tmp/lp: the cache wants the same path each time
 # ARCHS         CMAKE_CUDA_ARCHITECTURES (default 90)             JOBS      default: all cores
@@ -161,6 +164,36 @@ step_kv() { # shellcheck disable=SC2086
     return "${PIPESTATUS[0]}"
 }
 
+step_chunks() {
+    local rc=0 sizes
+    # the last one has the widths that take CUDA's own indexer and sparse attention
+    for sizes in "--preset tiny-exact" "--preset tiny-35-exact" \
+        "--set idx_dim=128 --set head_dim=256 --set heads=16 --set layers=4 --tokens 5000 --ubatch 2048 --chunk 512"; do
+        # shellcheck disable=SC2086
+        timeout 100 "$PYTHON" tools/first_difference.py $sizes 2>&1 | tee -a "$OUT/chunks.log"
+        test "${PIPESTATUS[0]}" -eq 0 || rc=1
+    done
+    return $rc
+}
+
+limited() { # seconds, name of the log, command
+    local before rc
+    before=$(date +%s)
+    timeout -k 10 "$1" "${@:3}" 2>&1 | tee "$OUT/$2.log"
+    rc=${PIPESTATUS[0]}
+    test "$rc" -eq 124 && say "$2: stopped after $1 s"
+    say "$2: exit code $rc after $(($(date +%s) - before)) s"
+    return "$rc"
+}
+
+step_rest() {
+    local rc=0
+    limited "${SUPERVISOR_LIMIT_S:-120}" supervisor "$PYTHON" tools/gpu_supervisor.py || rc=1
+    limited "${BINDINGS_BUILD_LIMIT_S:-200}" bindings-build "$PYTHON" tools/bindings.py --backend cuda || return 1
+    limited "${BINDINGS_LIMIT_S:-120}" bindings "$PYTHON" tools/gpu_bindings.py || rc=1
+    return $rc
+}
+
 step_bindings() { # needs the headers of $PYTHON
     "$PYTHON" tools/bindings.py --backend cuda && "$PYTHON" tools/gpu_bindings.py 2>&1 | tee "$OUT/bindings.log"
     return "${PIPESTATUS[0]}"
@@ -172,7 +205,7 @@ step_bench() { # shellcheck disable=SC2086
 }
 
 for step in $STEPS; do
-    case $step in build | kernels | engine | kv | bindings | bench) ;; *) echo "unknown step $step" >&2; exit 2 ;; esac
+    case $step in build | kernels | engine | kv | chunks | rest | bindings | bench) ;; *) echo "unknown step $step" >&2; exit 2 ;; esac
 done
 export OUT
 failed=0
