@@ -181,6 +181,7 @@ static void compare_selection(probe & p, const std::string & name, int64_t token
     const row & y = p.out.scores.at(scores_of(name))[token];
     // the least of those that left against the most of those that came
     const auto score = [](const row & of, float id) { return (double) of[(size_t) id]; };
+    const auto apart = [](double one, double other) { return one == other ? 0 : std::fabs(one - other); }; // both may be -inf
     double gap = -INFINITY, moved = 0;
     for (const float left : was) {
         for (const float came : is) {
@@ -188,7 +189,7 @@ static void compare_selection(probe & p, const std::string & name, int64_t token
                 continue;
             }
             const double distance = score(x, left) - score(x, came);
-            const double allowed  = std::fabs(score(x, left) - score(y, left)) + std::fabs(score(x, came) - score(y, came));
+            const double allowed  = apart(score(x, left), score(y, left)) + apart(score(x, came), score(y, came));
             if (distance - allowed > gap - moved) {
                 gap = distance, moved = allowed;
             }
