@@ -1,6 +1,7 @@
 // LLAMA_PHASE_PREFILL_UBATCH=auto: what each candidate would need, planned as the prefill phase plans, without allocating anything.
 
 #include "expert-cache.h"
+#include "phase-chunks.h"
 #include "phase-context.h"
 #include "phase-group.h"
 
@@ -26,6 +27,8 @@ std::vector<size_t> phase_context::plan_compute(uint32_t ubatch) {
         decltype(ctx.gf_res_prev_active)  active  = ctx.gf_res_prev_active;
         const uint32_t                    n_ubatch        = ctx.cparams.n_ubatch;
         const uint32_t                    n_input_tensors = ctx.n_input_tensors;
+        const int32_t                     chunk           = ctx.cparams.phase_chunk;
+        const bool                        chunk_masks     = ctx.cparams.phase_chunk_masks;
 
         ~put_aside() {
             if (experts) {
@@ -37,6 +40,8 @@ std::vector<size_t> phase_context::plan_compute(uint32_t ubatch) {
             ctx.gf_res_prev_active = active;
             ctx.cparams.n_ubatch   = n_ubatch;
             ctx.n_input_tensors    = n_input_tensors;
+            ctx.cparams.phase_chunk       = chunk;
+            ctx.cparams.phase_chunk_masks = chunk_masks;
         }
     } aside { ctx, experts.get() };
 
@@ -44,6 +49,7 @@ std::vector<size_t> phase_context::plan_compute(uint32_t ubatch) {
         experts->pretend_ring();
     }
     ctx.cparams.n_ubatch = ubatch;
+    phase_set_chunks(ctx.cparams, ctx.model, config.mode == PHASE_MODE_TRANSACTION ? config.chunk : 0);
     const uint32_t n_tokens  = std::min(ctx.cparams.n_ctx, ubatch);
     const size_t   max_nodes = ctx.graph_max_nodes(n_tokens);
     ctx.gf_res_prev_active = nullptr;

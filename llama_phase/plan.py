@@ -14,6 +14,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from llama_phase import plan_compute
 from llama_phase.errors import UsageError
 from llama_phase.gguf_facts import LayerFacts, ModelFacts
 from llama_phase.hardware import Machine
@@ -24,13 +25,9 @@ _MIB = 1 << 20
 RESERVE_BYTES = 512 * _MIB  # of engine/expert-cache.cpp and phase-ubatch-plan.cpp: never planned with
 
 CONTEXT_BYTES = 500 * _MIB  # what a CUDA process takes before it loads anything
-COMPUTE_BYTES_PER_TOKEN = 0.34 * _MIB  # per token of the micro-batch, at this width:
-COMPUTE_N_EMBD = 2560
 SPARSE_IN_PLACE = ("qwen4exp",)  # architectures whose indexer layers' K/V goes to host memory (engine/phase-kv.cpp)
-INDEXER_BYTES = 4.6  # per token of the micro-batch and K/V cell: scores and masks of the indexer's selection
 ESTIMATES = (
-    "compute buffers: 0.34 MiB per token of the micro-batch at n_embd 2560, in proportion to n_embd; for indexer "
-    "models 4.6 bytes more per token and K/V cell; without slots and ring one layer's experts (stock's upload)",
+    plan_compute.ESTIMATES,
     "context: 500 MiB per GPU for CUDA itself",
 )
 
@@ -182,7 +179,11 @@ def _candidates(facts: ModelFacts, choices: Choices, free: list[int]) -> tuple[C
         needs = []
         for i, layers in enumerate(split):
             with_it = replace(choices, prefill_ubatch=ubatch)
-            device = _bare_device(facts, with_it, f"GPU {i}", free[i], layers, i == _device_of_output(free, facts))
+            has_output = i == _device_of_output(free, facts)
+            device, chunked = (
+                _bare_device(facts, those, f"GPU {i}", free[i], layers, has_output)
+                for those in (with_it, replace(with_it, chunk="auto"))
+            )
             ringed = regions >= 2 and choices.slots != 0
             routed = facts.n_embd * facts.n_used * ubatch if any(layer.expert_tensor_bytes for layer in layers) else 0
             needs.append(
@@ -192,6 +193,7 @@ def _candidates(facts: ModelFacts, choices: Choices, free: list[int]) -> tuple[C
                     int(routed * QUANTIZED_BYTES),
                     free[i] - device.fixed_bytes - RESERVE_BYTES,
                     choices.budget(i),
+                    chunked.prefill_compute_bytes + (0 if ringed else _uploaded_bytes(layers)),
                 )
             )
         tried.append(Candidate(ubatch, tuple(needs)))
@@ -220,13 +222,8 @@ def _bare_device(
 ) -> DevicePlan:
     """Without slots and ring. A device without layers takes nothing but its context."""
 
-    def compute(ubatch: int) -> int:
-        if not layers:
-            return 0
-        tokens = min(ubatch, choices.ctx)
-        width = COMPUTE_BYTES_PER_TOKEN * facts.n_embd / COMPUTE_N_EMBD
-        indexer = INDEXER_BYTES * choices.cells if any(layer.indexer_k for layer in layers) else 0
-        return int(tokens * (width + indexer))
+    def compute(ubatch: int, chunk: int | str = 0) -> int:
+        return plan_compute.compute_bytes(layers, facts.n_embd, min(ubatch, choices.ctx), choices.cells, chunk)
 
     contexts = 2 if choices.draft_tokens and has_output else 1
     k, v = KV_TYPES[choices.type_k], KV_TYPES[choices.type_v]
@@ -255,7 +252,7 @@ def _bare_device(
         state_bytes=sum(layer.state_bytes or 0 for layer in layers) * choices.sequences * (1 + choices.draft_tokens),
         # batches between EXPERT_BATCH and the prefill threshold take the stock path, whose uploads are compute buffers
         decode_compute_bytes=contexts * (compute(choices.ubatch) + _uploaded_bytes(layers)) + staged,
-        prefill_compute_bytes=contexts * compute(max(choices.prefill_ubatch, choices.ubatch)) + staged,
+        prefill_compute_bytes=contexts * compute(max(choices.prefill_ubatch, choices.ubatch), choices.chunk) + staged,
     )
 
 

@@ -39,6 +39,7 @@ class Choices:
     min_tokens: int = 1024
     expert_batch: int = 8
     ring: int = RING_AUTO
+    chunk: int | str = 0  # tokens that a large micro-batch is computed in at a time; auto: by size, 0: all
     budgets_mib: tuple[int, ...] = ()
     type_k: str = "f16"
     type_v: str = "f16"
@@ -75,6 +76,7 @@ class Choices:
             min_tokens=least_tokens(settings.ubatch, settings.prefill_min_tokens),
             expert_batch=settings.expert_batch,
             ring=RING_AUTO if settings.ring == "auto" else settings.ring,
+            chunk=settings.chunk,
             budgets_mib=tuple(int(item) for item in settings.budget_mib.split(",") if item.strip()),
             type_k=types[0],
             type_v=types[1],

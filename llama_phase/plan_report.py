@@ -109,6 +109,7 @@ class Report:
         values = {
             "LLAMA_PHASE_EXPERT_BATCH": (str(choices.expert_batch), str(_DEFAULTS.expert_batch)),
             "LLAMA_PHASE_RING": (str(choices.ring), str(_DEFAULTS.ring)),
+            "LLAMA_PHASE_CHUNK": (str(choices.chunk), str(_DEFAULTS.chunk)),
             "LLAMA_PHASE_BUDGET_MIB": (",".join(map(str, choices.budgets_mib)), ""),
         }
         return {name: value for name, (value, default) in values.items() if value != default}

@@ -9,6 +9,7 @@ from llama_phase.pcie import HIT_RATES_EXPERTS, HIT_RATES_SOURCE
 from llama_phase.plan import ESTIMATES, DevicePlan, Plan
 from llama_phase.plan_changes import changes
 from llama_phase.plan_report import Report
+from llama_phase.plan_ubatch import Need
 
 _ROWS = (
     ("context *", "context_bytes", "context_bytes"),
@@ -69,9 +70,11 @@ def _table(devices: tuple[DevicePlan, ...], switches: bool) -> Iterator[str]:
 
 
 def _candidates(plan: Plan) -> Iterator[str]:
+    whole = plan.choices.chunk == 0
     for one in plan.candidates:
         parts = [
-            f"{device.name} compute * {gib(n.compute_bytes)}, ring {gib(n.ring_bytes)}, pool * {gib(n.pool_bytes)}"
+            f"{device.name} compute * {gib(n.compute_bytes)}{_in_chunks(n) if whole else ''}, "
+            f"ring {gib(n.ring_bytes)}, pool * {gib(n.pool_bytes)}"
             for device, n in zip(plan.devices, one.needs, strict=True)
             if device.layers
         ]
@@ -79,7 +82,13 @@ def _candidates(plan: Plan) -> Iterator[str]:
         yield f"prefill ubatch {one.ubatch}: {'; '.join(parts)}: {verdict}"
     if plan.candidates:
         chosen = plan.choices.prefill_ubatch if plan.choices.switches else "none, no switch"
-        yield f"prefill ubatch auto: {chosen} *"
+        chunks = f", LLAMA_PHASE_CHUNK={plan.choices.chunk}" if not whole else ""
+        yield f"prefill ubatch auto: {chosen} *{chunks}"
+
+
+def _in_chunks(need: Need) -> str:
+    saved = need.in_chunks_bytes < need.compute_bytes
+    return f" ({gib(need.in_chunks_bytes)} with LLAMA_PHASE_CHUNK=auto)" if saved else ""
 
 
 def _pcie(report: Report) -> Iterator[str]:

@@ -340,6 +340,25 @@ def test_prefill_ubatch_auto_is_the_largest_that_fits(flash: ModelFacts) -> None
     assert chosen == sorted(chosen) and chosen[0] < chosen[-1] == 8192
 
 
+def test_chunks_let_a_larger_micro_batch_fit(flash: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan with LLAMA_PHASE_CHUNK=auto, and before that what it would be, for each candidate; the command keeps it."""
+    sizes = {"model": flash.path, "ctx": 131072, "prefill_ubatch": "auto"}
+    there = machine("14")
+    whole = make_plan(flash, there, Choices.of(Settings.load(**sizes), flash))
+    monkeypatch.setenv("LLAMA_PHASE_CHUNK", "auto")
+    chunked = make_plan(flash, there, Choices.of(Settings.load(**sizes), flash))
+    assert chunked.choices.prefill_ubatch > whole.choices.prefill_ubatch
+    for a, b in zip(whole.candidates, chunked.candidates, strict=True):
+        assert a.needs[0].in_chunks_bytes == b.needs[0].compute_bytes <= a.needs[0].compute_bytes
+    # planned by the engine for this shape: 9387 and 2362 MiB
+    assert 0.85 < whole.candidates[-1].needs[0].compute_bytes / (9387 << 20) < 1.15
+    assert 0.85 < chunked.candidates[-1].needs[0].compute_bytes / (2362 << 20) < 1.15
+    report = Report(flash, there, chunked)
+    assert report.environment["LLAMA_PHASE_CHUNK"] == "auto"
+    assert "with LLAMA_PHASE_CHUNK=auto" in "\n".join(lines(Report(flash, there, whole)))
+    assert not any("with LLAMA_PHASE_CHUNK" in line for line in lines(report))
+
+
 def test_prefill_ubatch_auto_is_capped_by_batch_and_context(flash: ModelFacts) -> None:
     for limits, last in (({"batch": 3000}, 3000), ({"ctx": 4096}, 4096), ({"batch": 512}, None)):
         settings = Settings.load(model=flash.path, prefill_ubatch="auto", **({"ctx": 32768} | limits))

@@ -43,11 +43,14 @@ def needs(server: EngineServer) -> dict[int, int]:
     }
 
 
-@pytest.mark.parametrize(("model", "n_slots"), [("qwen3moe", 8), ("qwen3moe", 0), ("qwen4exp", 8), ("gemma", 0)])
-def test_what_is_planned_is_taken(alone, servers: ExpertFleet, prompt, model: str, n_slots: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "n_slots", "chunk"),
+    [("qwen3moe", 8, 0), ("qwen3moe", 0, 0), ("qwen4exp", 8, 0), ("qwen4exp", 8, 100), ("gemma", 0, 0)],
+)
+def test_what_is_planned_is_taken(alone, servers: ExpertFleet, prompt, model: str, n_slots: int, chunk: int) -> None:
     """Nothing limits it here, so the logical batch does; a prompt then takes what was planned, to the byte, and runs at
     that split. Planning leaves the decode phase alone: a short prompt before and after is stock's."""
-    server = alone(model, n_slots, sizes={"batch": 1024})
+    server = alone(model, n_slots, sizes={"batch": 1024}, CHUNK=chunk)
     state = server.phase()
     assert state["ubatch"] == {"now": DECODE_UBATCH, "decode": DECODE_UBATCH, "prefill": 1024}
     assert [(c["ubatch"], c["fits"]) for c in state["candidates"]] == [(512, True), (1024, True)]
