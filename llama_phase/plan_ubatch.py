@@ -11,8 +11,8 @@ QUANTIZED_BYTES = 36 / 32  # per value of a routed token that a matmul quantizes
 @dataclass(frozen=True)
 class Need:
     """Bytes that a candidate takes of one device. `room_bytes`: free beside weights and K/V, less the engine's reserve;
-    `budget_bytes`: cap on compute buffers and ring, pools not counted; `in_chunks_bytes`: what the compute buffers are, or
-    would be, with LLAMA_PHASE_CHUNK=auto."""
+    `budget_bytes`: cap on compute buffers and ring, pools not counted; `in_chunks_bytes`: what the compute buffers
+    are, or would be, with LLAMA_PHASE_CHUNK=auto."""
 
     compute_bytes: int
     ring_bytes: int

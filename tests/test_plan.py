@@ -341,7 +341,7 @@ def test_prefill_ubatch_auto_is_the_largest_that_fits(flash: ModelFacts) -> None
 
 
 def test_chunks_let_a_larger_micro_batch_fit(flash: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan with LLAMA_PHASE_CHUNK=auto, and before that what it would be, for each candidate; the command keeps it."""
+    """With LLAMA_PHASE_CHUNK=auto, and before that what it would be, for each candidate; the command keeps it."""
     sizes = {"model": flash.path, "ctx": 131072, "prefill_ubatch": "auto"}
     there = machine("14")
     whole = make_plan(flash, there, Choices.of(Settings.load(**sizes), flash))
