@@ -82,6 +82,7 @@ void expert_cache::link_layers(const llama_model & model) {
         layer.router            = router;
         layer.prefetch.n_expert = next.host->n_expert;
         layer.prefetch.next     = &next.fetch;
+        layer.prefetch.side     = &prefetch_sides[dev];
         layer.prefetch.counters = next.prefetched;
         layer.prefetch.bias     = use_bias ? (const float *) bias->data : nullptr;
     }
@@ -89,6 +90,11 @@ void expert_cache::link_layers(const llama_model & model) {
 
 expert_cache::~expert_cache() {
     free_ring();
+    for (auto & [dev, side] : prefetch_sides) {
+        if (const auto * api = phase_backend_api_of(dev)) {
+            api->prefetch_free(&side);
+        }
+    }
 }
 
 //

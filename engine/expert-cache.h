@@ -154,6 +154,8 @@ struct expert_cache {
     std::map<ggml_backend_dev_t, phase_ring>                     rings;
     std::map<ggml_backend_dev_t, std::vector<phase_stream_op *>> ring_order;
 
+    std::map<ggml_backend_dev_t, phase_prefetch_side> prefetch_sides; // for the life of the context
+
     std::map<ggml_backend_dev_t, phase_ring_times> ring_times; // for the life of the context, as the counters are
 
     ggml_backend_buffer_ptr counters; // phase_op_counters [3*n_layers], host memory the devices can write

@@ -52,6 +52,9 @@ cudaError_t phase_cuda_prefetch(const phase_prefetch_op & op, const phase_cuda_a
 // Makes `stream` wait for the prefetch in flight. waited: there was one.
 cudaError_t phase_cuda_join_prefetch(cudaStream_t stream, bool & waited);
 
+// Work that is in flight still ends.
+void phase_cuda_prefetch_free(phase_prefetch_side & side);
+
 // Queues the copies of the jobs that `state` lists.
 cudaError_t phase_cuda_fill(const phase_fetch_op & op, const int32_t * state, cudaStream_t stream);
 

@@ -104,39 +104,51 @@ static __global__ void __launch_bounds__(32) choose_kernel(const float * scores,
     }
 }
 
-struct prefetch_stream {
-    int          device = -1;
+// backend_state of a phase_prefetch_side
+struct side_state {
     cudaStream_t stream = nullptr;
     cudaEvent_t  forked = nullptr;
     cudaEvent_t  joined = nullptr;
 };
 
-// Of each thread and device, for the life of the thread: graphs of one backend run on one thread at a time, and nothing stays in
-// flight between graphs.
-static thread_local prefetch_stream streams[16];
-static thread_local prefetch_stream * in_flight = nullptr;
+// What the graph that this thread runs has to join: graphs of one backend run on one thread at a time, and nothing stays in flight
+// between graphs.
+static thread_local const side_state * in_flight = nullptr;
 
-static cudaError_t stream_of_device(prefetch_stream *& out) {
-    int device = 0;
-    cudaError_t error = cudaGetDevice(&device);
+// on the current device, the layer's
+static cudaError_t create(phase_prefetch_side & side) {
+    auto * state = new side_state;
+    side.backend_state = state;
+    cudaError_t error = cudaStreamCreateWithFlags(&state->stream, cudaStreamNonBlocking);
+    if (error == cudaSuccess) {
+        error = cudaEventCreateWithFlags(&state->forked, cudaEventDisableTiming);
+    }
+    if (error == cudaSuccess) {
+        error = cudaEventCreateWithFlags(&state->joined, cudaEventDisableTiming);
+    }
     if (error != cudaSuccess) {
-        return error;
-    }
-    if (device >= (int) (sizeof(streams)/sizeof(streams[0]))) {
-        return cudaErrorInvalidDevice;
-    }
-    out = &streams[device];
-    if (out->device != device) {
-        error = cudaStreamCreateWithFlags(&out->stream, cudaStreamNonBlocking);
-        if (error == cudaSuccess) {
-            error = cudaEventCreateWithFlags(&out->forked, cudaEventDisableTiming);
-        }
-        if (error == cudaSuccess) {
-            error = cudaEventCreateWithFlags(&out->joined, cudaEventDisableTiming);
-        }
-        out->device = error == cudaSuccess ? device : -1;
+        phase_cuda_prefetch_free(side);
     }
     return error;
+}
+
+void phase_cuda_prefetch_free(phase_prefetch_side & side) {
+    auto * state = (side_state *) side.backend_state;
+    side.backend_state = nullptr;
+    if (!state) {
+        return;
+    }
+    // errors are of earlier work, or of a process that ends and has unloaded the driver already
+    if (state->joined) {
+        (void) cudaEventDestroy(state->joined);
+    }
+    if (state->forked) {
+        (void) cudaEventDestroy(state->forked);
+    }
+    if (state->stream) {
+        (void) cudaStreamDestroy(state->stream);
+    }
+    delete state;
 }
 
 cudaError_t phase_cuda_join_prefetch(cudaStream_t stream, bool & waited) {
@@ -151,16 +163,16 @@ cudaError_t phase_cuda_join_prefetch(cudaStream_t stream, bool & waited) {
 
 cudaError_t phase_cuda_prefetch(const phase_prefetch_op & op, const phase_cuda_activations & x, const phase_cuda_router & router,
         int32_t n_predict, int32_t * state, int32_t * scratch, cudaStream_t stream) {
-    if (n_predict < 1 || x.n_tokens < 1) {
+    if (n_predict < 1 || x.n_tokens < 1 || !op.side) {
         return cudaErrorInvalidValue;
     }
     bool waited = false;
     cudaError_t error = phase_cuda_join_prefetch(stream, waited); // a layer that was predicted for and then not fetched
 
-    prefetch_stream * side = nullptr;
-    if (error == cudaSuccess) {
-        error = stream_of_device(side);
+    if (error == cudaSuccess && !op.side->backend_state) {
+        error = create(*op.side);
     }
+    const auto * side = (const side_state *) op.side->backend_state;
     if (error == cudaSuccess) {
         error = cudaEventRecord(side->forked, stream);
     }

@@ -167,6 +167,7 @@ const phase_backend_api * phase_cuda_backend_api() {
             CUDA_CHECK(phase_cuda_ring_start(*ring, ctx.stream()));
         },
         /*.ring_free     =*/ [](phase_ring * ring) { CUDA_CHECK(phase_cuda_ring_free(*ring)); },
+        /*.prefetch_free =*/ [](phase_prefetch_side * side) { phase_cuda_prefetch_free(*side); },
         /*.trim          =*/ [](void * backend) { return trim(*(ggml_backend_cuda_context *) ((ggml_backend_t) backend)->context); },
         /*.graph_replays =*/ [] { return n_replays.load(std::memory_order_relaxed); },
         /*.host_alloc    =*/ phase_cuda_host_alloc,

@@ -82,6 +82,12 @@ struct phase_fetch_op {
     phase_op_counters * counters = nullptr;
 };
 
+// The second stream of a context on one device.
+struct phase_prefetch_side {
+    // Owned by the backend's implementation: created by the first prefetch, freed by phase_backend_api.prefetch_free.
+    void * backend_state = nullptr;
+};
+
 // The next layer's experts by its router, applied to this layer's activations. The ids it predicts are looked up as fetch does (those
 // resident get the newest stamp).
 struct phase_prefetch_op {
@@ -92,6 +98,7 @@ struct phase_prefetch_op {
 
     const float          * bias = nullptr; // [n_expert] in the memory of the router, added to the sigmoid of its scores; null: none
     const phase_fetch_op * next = nullptr; // experts, arena and slots; its counters are not used
+    phase_prefetch_side  * side = nullptr; // of all layers of the device, which run one after the other
 
     phase_op_counters * counters = nullptr; // looked_up: predictions; missed: experts copied
 };
@@ -165,6 +172,9 @@ struct phase_backend_api {
 
     // Waits for the copies in flight and frees the ring's backend_state. Called before the ring's memory is freed.
     void (*ring_free)(phase_ring * ring);
+
+    // Frees the side's backend_state. Called between graphs, when none of this context runs again.
+    void (*prefetch_free)(phase_prefetch_side * side);
 
     // Frees the memory pools of the backend instance (ggml_backend_t) that are not in use, and whatever was captured with their
     // addresses. Returns the bytes given back.

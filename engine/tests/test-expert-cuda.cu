@@ -12,6 +12,8 @@
 #include "../expert-cuda-prefetch.cu"
 #include "../expert-cuda-stream.cu"
 
+#include "check-cuda.h"
+
 #include <climits>
 #include <cmath>
 #include <cstdio>
@@ -25,15 +27,6 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-
-#define CHECK(call)                                                                                     \
-    do {                                                                                                \
-        const cudaError_t error_ = (call);                                                              \
-        if (error_ != cudaSuccess) {                                                                    \
-            std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
-            std::exit(1);                                                                               \
-        }                                                                                               \
-    } while (0)
 
 static int n_failed = 0;
 
@@ -476,7 +469,9 @@ static void test_prefetch(phase_cuda_router::type_t type, int32_t n_tokens, bool
     device_bytes slots(n_tokens*n_used*sizeof(int32_t), 0x55);
     device_ids   ids(std::vector<int32_t>(n_tokens*n_used, 0), n_used, n_used);
 
-    phase_prefetch_op op;
+    phase_prefetch_side side;
+    phase_prefetch_op   op;
+    op.side     = &side;
     op.n_expert = n_expert;
     op.bias     = with_bias ? (const float *) bias_memory->data : nullptr;
     op.next     = &layer.op;
@@ -525,9 +520,15 @@ static void test_prefetch(phase_cuda_router::type_t type, int32_t n_tokens, bool
     CHECK(phase_cuda_join_prefetch(stream, waited));
     EXPECT(!waited, "%s: joined twice", what.c_str());
     if (captured) {
+        // the graph does not need what it was captured with
+        phase_cuda_prefetch_free(side);
+        CHECK(cudaGraphLaunch(instance, stream));
+        CHECK(cudaStreamSynchronize(stream));
         CHECK(cudaGraphExecDestroy(instance));
         CHECK(cudaGraphDestroy(graph));
     }
+    phase_cuda_prefetch_free(side);
+    EXPECT(side.backend_state == nullptr, "%s: freed", what.c_str());
     CHECK(cudaStreamDestroy(stream));
 }
 
@@ -538,7 +539,9 @@ static void test_prefetch_nan() {
     const auto   x       = on_device<float>({ NAN, 1 });
     const auto   router  = on_device<float>(std::vector<float>(16, 1.0f));
     device_bytes scratch(12*sizeof(int32_t), 0);
-    phase_prefetch_op op;
+    phase_prefetch_side side;
+    phase_prefetch_op   op;
+    op.side     = &side;
     op.n_expert = 8;
     op.next     = &layer.op;
     op.counters = layer.op.counters;
@@ -550,6 +553,7 @@ static void test_prefetch_nan() {
     want.fetch({});
     want.looked_up = 2;
     layer.expect(want, "prefetch of NaN", 0);
+    phase_cuda_prefetch_free(side);
 }
 
 //
