@@ -31,6 +31,7 @@ from rich.table import Table
 
 from llama_phase.client import Client
 from llama_phase.errors import LlamaPhaseError
+from llama_phase.hardware import probe
 from llama_phase.prompt_texts import PROMPT_TEXTS
 from llama_phase.server import Server
 from llama_phase.settings import Settings
@@ -290,11 +291,7 @@ def _number(value: float | None, digits: int = 1) -> str:
 
 def hardware() -> dict[str, Any]:
     """What the figures were measured on."""
-    gpus = ""
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-        gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    return {"machine": platform.machine(), "processor": _processor(), "gpus": gpus.splitlines()}
+    return {"machine": platform.machine(), "processor": _processor(), **asdict(probe())}
 
 
 def _processor() -> str:

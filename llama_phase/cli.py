@@ -102,7 +102,7 @@ def plan(
         expert_slots=slots,
         ubatch=ubatch,
         prefill_ubatch=prefill_ubatch,
-        mtp="0" if mtp == "off" else mtp,
+        mtp=mtp,
     )
     if checked:
         from llama_phase import plan_check

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, SecretStr, ValidationError
+from pydantic import BeforeValidator, Field, PrivateAttr, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from llama_phase.config_file import read_files
@@ -34,6 +34,10 @@ UPSTREAM_ENVIRONMENT = {
     "api_key": "LLAMA_API_KEY",
 }
 UPSTREAM_BATCH = 2048  # llama-server's own default of -b, in tokens
+
+
+def _off_is_zero(value: Any) -> Any:
+    return 0 if value == "off" else value
 
 
 class Settings(BaseSettings):
@@ -61,7 +65,7 @@ class Settings(BaseSettings):
     kv: Literal["device", "host", "auto", "host-all"] = "device"
     select: Literal["stock", "fast"] = "stock"
     draft: Literal["off", "auto"] = "off"
-    mtp: Literal["auto"] | Annotated[int, Field(ge=0, le=63)] = 0
+    mtp: Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=63)], BeforeValidator(_off_is_zero)] = 0
     spec: str = ""
     draft_device: str = ""
     budget_mib: str = ""

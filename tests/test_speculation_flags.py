@@ -56,6 +56,7 @@ def test_auto_is_on_where_there_is_a_block(model: Path, plain: Path) -> None:
 
 
 def test_a_number_is_a_fixed_length(model: Path) -> None:
+    assert resolved(model, mtp="off").mtp == 0 and "spec" not in words(resolved(model, mtp="off"))
     settings = resolved(model, mtp=3)
     assert "--spec-type draft-mtp --spec-draft-n-max 3" in words(settings)
     assert "LLAMA_PHASE_DRAFT" not in child_environment(settings)
