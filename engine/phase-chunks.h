@@ -16,7 +16,7 @@
 // A last chunk of fewer tokens than a tile of the kernels joins the one before, since they would take another path for it.
 //
 // Order decides what is alive: each chunk's result is expanded into the graph, and copied into its rows of the output, before the next
-// chunk's first node is made. Values do not depend on chunks; on a GPU a kernel may be chosen by the number of rows.
+// chunk's first node is made. Values do not depend on chunks; on a GPU a kernel is chosen, and its sums are cut, by the number of rows.
 //
 // Called by src/llama-graph.cpp and by the model files whose attention reads the mask itself.
 
