@@ -7,7 +7,9 @@ target_sources(ggml-cuda PRIVATE
     ${LLAMA_PHASE_ENGINE_DIR}/expert-cuda-prefetch.cu
     ${LLAMA_PHASE_ENGINE_DIR}/expert-cuda-stream.cu
     ${LLAMA_PHASE_ENGINE_DIR}/input-cuda.cu
+    ${LLAMA_PHASE_ENGINE_DIR}/kv-attention-cuda.cu
     ${LLAMA_PHASE_ENGINE_DIR}/kv-cuda.cu
+    ${LLAMA_PHASE_ENGINE_DIR}/kv-rows-cuda.cu
     ${LLAMA_PHASE_ENGINE_DIR}/select-cuda.cu
     )
 target_include_directories(ggml-cuda PRIVATE ${LLAMA_PHASE_ENGINE_DIR} ${CMAKE_CURRENT_SOURCE_DIR})

@@ -2,6 +2,7 @@
 
 #include "expert-cuda.cuh"
 #include "expert-cuda-kernels.cuh"
+#include "kv-attention-cuda.cuh"
 #include "select-cuda.cuh"
 
 #include "common.cuh"
@@ -118,7 +119,12 @@ bool phase_cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
     return true;
 }
 
-void phase_cuda_finish(ggml_backend_cuda_context & ctx) {
+void phase_cuda_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph) {
+    phase_cuda_kv_begin(ctx, graph);
+}
+
+void phase_cuda_finish(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph) {
+    phase_cuda_kv_finish(ctx, graph);
     bool waited = false;
     CUDA_CHECK(phase_cuda_join_prefetch(ctx.stream(), waited));
 }
@@ -172,6 +178,10 @@ const phase_backend_api * phase_cuda_backend_api() {
         /*.graph_replays =*/ [] { return n_replays.load(std::memory_order_relaxed); },
         /*.host_alloc    =*/ phase_cuda_host_alloc,
         /*.host_free     =*/ phase_cuda_host_free,
+        /*.kv_rows_new   =*/ phase_cuda_kv_rows_create,
+        /*.kv_rows_free  =*/ phase_cuda_kv_rows_destroy,
+        /*.kv_rows_reset =*/ phase_cuda_kv_rows_reset,
+        /*.kv_rows_count =*/ phase_cuda_kv_rows_count,
         /*.set_select    =*/ phase_cuda_set_select,
         /*.upload        =*/ [](void * backend, const phase_upload_piece * pieces, int32_t n) {
             auto & ctx = *(ggml_backend_cuda_context *) ((ggml_backend_t) backend)->context;

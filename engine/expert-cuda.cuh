@@ -24,8 +24,9 @@ bool phase_cuda_capture_at_once(const ggml_cgraph * graph);
 // Runs a node that is ours; false: it is not.
 bool phase_cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 
-// Called behind the last node of a graph, before a capture ends.
-void phase_cuda_finish(ggml_backend_cuda_context & ctx);
+// Called before the first node and behind the last one of a graph that is run or captured.
+void phase_cuda_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph);
+void phase_cuda_finish(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph);
 
 // Called once per launch of a CUDA graph.
 void phase_cuda_count_replay();

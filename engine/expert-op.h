@@ -41,8 +41,12 @@
 #include <cstddef>
 #include <cstdint>
 
+struct ggml_backend_device;
 struct ggml_tensor;
 struct phase_upload_piece; // upload-stage.h
+struct phase_kv_rows;
+struct phase_kv_rows_counters;
+struct phase_kv_rows_shape;
 
 constexpr uint32_t PHASE_OP_MAGIC    = 0x6c6c7068; // first word of the structs
 constexpr int32_t  PHASE_MAX_IDS     = 1024;       // ids of one fetch
@@ -187,6 +191,13 @@ struct phase_backend_api {
     // (valid until the next call).
     const char * (*host_alloc)(size_t size, void ** ptr);
     void         (*host_free)(void * ptr);
+
+    // Rows of a layer's K/V in host_alloc'ed memory that the device keeps as well (kv-op.h). Returns null, or why not (valid until the next
+    // call on this thread). Freed before the host memory; reset, with the device idle, when the host has changed a row.
+    const char * (*kv_rows_new)(ggml_backend_device * dev, const phase_kv_rows_shape * shape, phase_kv_rows ** rows);
+    void         (*kv_rows_free)(phase_kv_rows * rows);
+    void         (*kv_rows_reset)(phase_kv_rows * rows);
+    void         (*kv_rows_count)(const phase_kv_rows * rows, phase_kv_rows_counters * counters);
 
     // From now on, in all contexts: LLAMA_PHASE_SELECT.
     void (*set_select)(bool fast);

@@ -1,5 +1,6 @@
 #include "kv-place.h"
 
+#include <algorithm>
 #include <cstdio>
 
 static std::string text(const char * format, double a, double b) {
@@ -38,4 +39,13 @@ phase_kv_choice phase_kv_choose(phase_kv_mode mode, const phase_kv_facts & facts
         return { true, text("%.0f MiB would take more than half of the %.0f MiB that the device has free", facts.sparse_bytes/MiB, facts.free_bytes/MiB) };
     }
     return { true, "" };
+}
+
+int64_t phase_kv_rows_choose(int64_t asked, int64_t n_rows, uint64_t position_bytes, uint64_t free_bytes) {
+    if (asked >= 0) {
+        return std::min(asked, n_rows);
+    }
+    const int64_t fit = position_bytes ? (int64_t) (free_bytes/8/position_bytes) : 0;
+    const int64_t n   = std::min({ PHASE_KV_ROWS_AUTO, n_rows, fit });
+    return n < std::min(PHASE_KV_ROWS_LEAST, n_rows) ? 0 : n;
 }

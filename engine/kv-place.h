@@ -31,4 +31,11 @@ struct phase_kv_choice {
     std::string reason; // why it is not where `mode` would have it, or why `auto` chose the host; else empty
 };
 
+// Positions per layer that the device keeps as well, of K/V in host memory. `asked`: LLAMA_PHASE_KV_ROWS, negative: auto. `n_rows`: of a
+// layer. `position_bytes`: of one position in all such layers of the device, tables included.
+constexpr int64_t PHASE_KV_ROWS_AUTO  = 16384; // eight tokens' choices, 2051 each
+constexpr int64_t PHASE_KV_ROWS_LEAST = 4096;  // fewer serve a single token and hardly anything twice
+
+int64_t phase_kv_rows_choose(int64_t asked, int64_t n_rows, uint64_t position_bytes, uint64_t free_bytes);
+
 phase_kv_choice phase_kv_choose(phase_kv_mode mode, const phase_kv_facts & facts);

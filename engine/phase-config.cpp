@@ -193,6 +193,8 @@ phase_config phase_config_parse(const phase_environment & env) {
             config.restore = (phase_restore) parsed;
         } else if (name == "LLAMA_PHASE_KV") {
             config.kv = (phase_kv_mode) parsed;
+        } else if (name == "LLAMA_PHASE_KV_ROWS") {
+            config.kv_rows = (int32_t) parsed;
         } else if (name == "LLAMA_PHASE_SELECT") {
             config.select = (phase_select_mode) parsed;
         } else if (name == "LLAMA_PHASE_BUDGET_MIB") {

@@ -61,6 +61,7 @@ struct phase_config {
 
     phase_restore restore = PHASE_RESTORE_SNAPSHOT;
     phase_kv_mode kv      = PHASE_KV_DEVICE;
+    int32_t       kv_rows = -1; // positions per layer that the device keeps of K/V in host memory; -1: auto
     phase_select_mode select = PHASE_SELECT_STOCK;
 
     std::vector<size_t>      budget_bytes; // per device, the last one for all further devices; empty: none

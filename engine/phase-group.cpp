@@ -2,6 +2,7 @@
 
 #include "expert-cache.h"
 #include "phase-context.h"
+#include "phase-kv.h"
 
 #include "llama-impl.h"
 
@@ -292,6 +293,7 @@ phase_stats phase_group::snapshot() const {
     auto experts = copy.experts.begin();
     for (const auto * member : members) {
         copy.kv.push_back(member->kv);
+        phase_kv_read_rows(copy.kv.back());
         if (member->experts && experts != copy.experts.end()) {
             member->experts->read_counters(*experts++); // slots and ring may change meanwhile, the counters stay where they are
         }

@@ -9,6 +9,8 @@
 
 #include "ggml.h"
 
+#include <map>
+
 static thread_local bool                        noting = false;
 static thread_local std::vector<kv_layer_stats> notes;
 
@@ -51,9 +53,69 @@ ggml_backend_buffer_type_t phase_kv_buffer_type(ggml_backend_buffer_type_t buft,
         LLAMA_LOG_WARN("llama-phase: K/V of layer %u stays on %s: %s\n", il, ggml_backend_dev_name(dev), choice.reason.c_str());
     }
     if (noting) {
-        notes.push_back({ (int) il, ggml_backend_dev_name(dev), choice.host, layer_bytes(hparams, il, type_k, type_v, n_rows), choice.reason });
+        kv_layer_stats note;
+        note.il     = (int) il;
+        note.device = ggml_backend_dev_name(dev);
+        note.host   = choice.host;
+        note.bytes  = layer_bytes(hparams, il, type_k, type_v, n_rows);
+        note.reason = choice.reason;
+        notes.push_back(std::move(note));
     }
     return choice.host ? host : buft;
+}
+
+void phase_kv_keep_rows(const std::vector<phase_kv_layer> & layers) {
+    std::map<ggml_backend_dev_t, std::vector<phase_kv_layer>> of_device;
+    for (const auto & layer : layers) {
+        phase_kv_rows_counters counters;
+        const bool host = layer.k && layer.v && layer.k->data && layer.k->buffer && phase_kv_is_host_buffer_type(ggml_backend_buffer_get_type(layer.k->buffer));
+        if (host && phase_kv_rows_kept(layer.k->data, &counters) == 0) { // else shared with another cache
+            of_device[ggml_backend_buft_get_device(ggml_backend_buffer_get_type(layer.k->buffer))].push_back(layer);
+        }
+    }
+    for (const auto & [dev, own] : of_device) {
+        if (ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+            continue;
+        }
+        const int64_t n_rows = own[0].k->ne[1]*own[0].k->ne[2];
+        uint64_t      bytes  = 0;
+        for (const auto & layer : own) {
+            bytes += phase_kv_rows_bytes(0, 1, layer.k->nb[1] + layer.v->nb[1]);
+        }
+        size_t free_bytes = 0, total_bytes = 0;
+        ggml_backend_dev_memory(dev, &free_bytes, &total_bytes);
+        const int64_t n_slots = phase_kv_rows_choose(phase_config_load().kv_rows, n_rows, bytes, free_bytes);
+        std::string   why     = n_slots > 0 ? "" : "LLAMA_PHASE_KV_ROWS is 0, or little device memory is free";
+        for (size_t i = 0; i < own.size() && why.empty(); ++i) {
+            why = phase_kv_keep_rows(own[i].k, own[i].v, n_slots);
+        }
+        if (why.empty()) {
+            LLAMA_LOG_INFO("llama-phase: %s keeps %lld of %lld positions of K/V in host memory, %.0f MiB for %zu layers\n", ggml_backend_dev_name(dev),
+                    (long long) n_slots, (long long) n_rows, n_slots*bytes/1048576.0, own.size());
+        } else {
+            LLAMA_LOG_WARN("llama-phase: %s reads all K/V over the link: %s\n", ggml_backend_dev_name(dev), why.c_str());
+        }
+        if (noting) {
+            for (auto & note : notes) {
+                for (const auto & layer : own) {
+                    if (note.host && note.il == layer.il && note.device == ggml_backend_dev_name(dev)) {
+                        note.k = layer.k->data;
+                    }
+                }
+            }
+        }
+    }
+}
+
+void phase_kv_read_rows(std::vector<kv_layer_stats> & layers) {
+    for (auto & layer : layers) {
+        if (layer.k) {
+            phase_kv_rows_counters counters;
+            layer.rows      = phase_kv_rows_kept(layer.k, &counters);
+            layer.looked_up = counters.looked_up;
+            layer.missed    = counters.missed;
+        }
+    }
 }
 
 ggml_backend_buffer_type_t phase_kv_counted_as(ggml_backend_buffer_type_t buft) {

@@ -8,6 +8,7 @@
 //
 // Called by src/llama-kv-cache.cpp (a layer's buffer type, memory figures) and src/llama-graph.cpp (before attention, its mask).
 
+#include "kv-op.h"
 #include "phase-stats.h"
 
 #include "ggml-backend.h"
@@ -22,13 +23,29 @@ struct llama_model;
 struct llama_ubatch;
 class  llama_memory_hybrid_context;
 
-// batches of more tokens read a copy on the device
-constexpr int64_t PHASE_KV_IN_PLACE_TOKENS = 8;
+struct phase_kv_layer {
+    int           il;
+    ggml_tensor * k;
+    ggml_tensor * v; // null: part of k
+};
 
 // The buffer type for the K/V of layer `il`: `buft`, or host memory of the same device. `n_rows` are the rows of all streams. `buft` for
 // everything but a model's own attention K/V: indexer caches come with hparams of their own.
 ggml_backend_buffer_type_t phase_kv_buffer_type(ggml_backend_buffer_type_t buft, const llama_model & model, const llama_hparams & hparams,
         uint32_t il, ggml_type type_k, ggml_type type_v, bool v_trans, uint64_t n_rows);
+
+// Called with the layers of a cache, whose memory is there: of K/V in host memory, the device keeps LLAMA_PHASE_KV_ROWS positions as well.
+// `layers`: il, k, v each.
+void phase_kv_keep_rows(const std::vector<phase_kv_layer> & layers);
+
+template <typename layer>
+void phase_kv_keep_rows_of(const std::vector<layer> & layers) {
+    std::vector<phase_kv_layer> plain;
+    for (const auto & l : layers) {
+        plain.push_back({ (int) l.il, l.k, l.v });
+    }
+    phase_kv_keep_rows(plain);
+}
 
 // What memory figures count a buffer type as: ours are host memory.
 ggml_backend_buffer_type_t phase_kv_counted_as(ggml_backend_buffer_type_t buft);
@@ -47,3 +64,6 @@ void phase_kv_set_select(phase_select_mode select);
 // Notes the places of a context's layers, between its begin and its end, on this thread.
 void                   phase_kv_begin_notes();
 std::vector<kv_layer_stats> phase_kv_end_notes();
+
+// Brings the figures of rows on the device up to date.
+void phase_kv_read_rows(std::vector<kv_layer_stats> & layers);

@@ -134,6 +134,9 @@ static json kv_json(const phase_stats & stats) {
         json layers = json::array();
         for (const auto & layer : member) {
             json entry = { { "layer", layer.il }, { "device", layer.device }, { "place", layer.host ? "host" : "device" }, { "bytes", layer.bytes } };
+            if (layer.rows > 0) {
+                entry["rows"] = { { "kept", layer.rows }, { "looked_up", layer.looked_up }, { "missed", layer.missed } };
+            }
             if (!layer.reason.empty()) {
                 entry["reason"] = layer.reason;
             }
@@ -371,6 +374,17 @@ std::string phase_stats_prometheus(const phase_stats & stats) {
             }
             text.sample(host ? "llama_phase_kv_bytes{place=\"host\"}" : "llama_phase_kv_bytes{place=\"device\"}", (double) sum);
         }
+        uint64_t looked_up = 0, missed = 0, kept = 0;
+        for (const auto & member : stats.kv) {
+            for (const auto & layer : member) {
+                looked_up += layer.looked_up;
+                missed    += layer.missed;
+                kept      += layer.rows;
+            }
+        }
+        text.one("llama_phase_kv_rows",              "gauge",   "Positions of K/V in host memory that devices keep as well, over all layers.", (double) kept);
+        text.one("llama_phase_kv_rows_looked_up_total", "counter", "Positions that attention read of layers with such rows.",                 (double) looked_up);
+        text.one("llama_phase_kv_rows_missed_total", "counter", "Of those, copied from host memory first.",                                   (double) missed);
     }
     draft_prometheus(text, stats.draft);
     if (stats.mode == PHASE_MODE_OFF) {

@@ -62,6 +62,10 @@ struct kv_layer_stats {
     std::string device; // that owns the layer
     bool        host  = false;
     uint64_t    bytes = 0;
+    const void * k = nullptr; // address of its K, when the device keeps positions as well
+    uint64_t    rows = 0;      // positions that the device keeps as well
+    uint64_t    looked_up = 0; // positions that attention read
+    uint64_t    missed    = 0; // of those, copied from host memory first
     std::string reason; // why not where LLAMA_PHASE_KV would have it, or why `auto` chose the host
 };
 

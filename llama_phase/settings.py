@@ -63,6 +63,7 @@ class Settings(BaseSettings):
     chunk: Literal["auto"] | Annotated[int, Field(ge=0, le=65536)] = 0
     restore: Literal["snapshot", "cold", "prompt"] = "snapshot"
     kv: Literal["device", "host", "auto", "host-all"] = "device"
+    kv_rows: Literal["auto"] | Annotated[int, Field(ge=0, le=16777216)] = "auto"
     select: Literal["stock", "fast"] = "stock"
     draft: Literal["off", "auto"] = "off"
     mtp: Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=63)], BeforeValidator(_off_is_zero)] = 0

@@ -55,6 +55,18 @@ TEST(every_obstacle_is_named) {
     }
 }
 
+TEST(rows_on_the_device) {
+    const uint64_t much = 1000000000;
+    CHECK(phase_kv_rows_choose(0, 100000, 1000, much) == 0);
+    CHECK(phase_kv_rows_choose(5000, 100000, 1000, 0) == 5000);
+    CHECK(phase_kv_rows_choose(5000, 1000, 1000, 0) == 1000);
+    CHECK(phase_kv_rows_choose(-1, 100000, 1000, much) == PHASE_KV_ROWS_AUTO);
+    CHECK(phase_kv_rows_choose(-1, 1000, 1000, much) == 1000);
+    CHECK(phase_kv_rows_choose(-1, 100000, 1000, 8*5000*1000) == 5000);
+    CHECK(phase_kv_rows_choose(-1, 100000, 1000, 8*(PHASE_KV_ROWS_LEAST - 1)*1000) == 0);
+    CHECK(phase_kv_rows_choose(-1, 1000, 1000, 8*999*1000) == 0);
+}
+
 TEST(names) {
     CHECK( phase_kv_is_host_name("CUDA0_KV_Host"));
     CHECK(!phase_kv_is_host_name("CUDA0"));

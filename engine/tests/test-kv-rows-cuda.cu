@@ -1,0 +1,300 @@
+// Rows of K/V kept on the device: the kernels against the host's own run of kv-rows.h and against the bytes in host memory; their speed.
+//
+//   nvcc -std=c++17 -O2 -arch=native -I engine engine/tests/test-kv-rows-cuda.cu -o test-kv-rows-cuda
+//   test-kv-rows-cuda [small]          small: no figures, for compute-sanitizer (memcheck, racecheck)
+//
+// Exit codes: 0 all as expected, 1 a check failed, 77 no GPU.
+
+#include "../kv-rows-cuda.cu"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#define CHECK(call)                                                                                        \
+    do {                                                                                                   \
+        const cudaError_t error_ = (call);                                                                 \
+        if (error_ != cudaSuccess) {                                                                       \
+            std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
+            std::exit(1);                                                                                  \
+        }                                                                                                  \
+    } while (0)
+
+static int n_failed = 0;
+static int n_passed = 0;
+
+static bool report(bool ok, const char * what, int a, int b) {
+    (ok ? n_passed : n_failed)++;
+    if (!ok && n_failed < 20) {
+        std::printf("FAILED %s (%d, %d)\n", what, a, b);
+    }
+    return ok;
+}
+
+template <typename T>
+struct device_array {
+    T * data = nullptr;
+    explicit device_array(size_t n) { CHECK(cudaMalloc(&data, n*sizeof(T))); }
+    ~device_array() { (void) cudaFree(data); }
+    void set(const std::vector<T> & host) { CHECK(cudaMemcpy(data, host.data(), host.size()*sizeof(T), cudaMemcpyHostToDevice)); }
+    std::vector<T> get(size_t n) const {
+        std::vector<T> host(n);
+        CHECK(cudaMemcpy(host.data(), data, n*sizeof(T), cudaMemcpyDeviceToHost));
+        return host;
+    }
+};
+
+static constexpr int K_BYTES = 1024;
+static constexpr int V_BYTES = 512;
+
+// K/V of a layer in pinned memory: each 4-byte word of a row is its version.
+struct layer {
+    int             n_rows, n_slots;
+    uint8_t       * k = nullptr;
+    uint8_t       * v = nullptr;
+    phase_kv_rows * rows = nullptr;
+    uint32_t        version = 0;
+
+    layer(int n_rows, int n_slots) : n_rows(n_rows), n_slots(n_slots) {
+        CHECK(cudaHostAlloc(&k, (size_t) n_rows*K_BYTES, cudaHostAllocPortable | cudaHostAllocMapped));
+        CHECK(cudaHostAlloc(&v, (size_t) n_rows*V_BYTES, cudaHostAllocPortable | cudaHostAllocMapped));
+        for (int row = 0; row < n_rows; ++row) {
+            change(row);
+        }
+        const char * why = phase_cuda_kv_rows_new(0, { k, v, K_BYTES, V_BYTES, n_rows, n_slots }, &rows);
+        if (why) {
+            std::fprintf(stderr, "%s\n", why);
+            std::exit(1);
+        }
+    }
+    ~layer() {
+        phase_cuda_kv_rows_free(rows);
+        (void) cudaFreeHost(k);
+        (void) cudaFreeHost(v);
+    }
+
+    void change(int row) {
+        ++version;
+        std::fill_n((uint32_t *) (k + (size_t) row*K_BYTES), K_BYTES/4, version);
+        std::fill_n((uint32_t *) (v + (size_t) row*V_BYTES), V_BYTES/4, version ^ 0xffffu);
+    }
+
+    // every list entry is a slot with the bytes of its row, and -1 where it was
+    bool holds(const std::vector<int32_t> & lists, const std::vector<int32_t> & slots, int n_max, int per_sequence, int first, int stride) const {
+        std::vector<uint8_t> dk((size_t) n_slots*K_BYTES), dv((size_t) n_slots*V_BYTES);
+        CHECK(cudaMemcpy(dk.data(), rows->k, dk.size(), cudaMemcpyDeviceToHost));
+        CHECK(cudaMemcpy(dv.data(), rows->v, dv.size(), cudaMemcpyDeviceToHost));
+        for (size_t i = 0; i < lists.size(); ++i) {
+            if (lists[i] < 0) {
+                if (slots[i] != -1) {
+                    return false;
+                }
+                continue;
+            }
+            const size_t row  = first + (i/n_max/per_sequence)*stride + lists[i];
+            const int    slot = slots[i];
+            if (slot < 0 || slot >= n_slots || std::memcmp(&dk[(size_t) slot*K_BYTES], k + row*K_BYTES, K_BYTES) != 0 ||
+                    std::memcmp(&dv[(size_t) slot*V_BYTES], v + row*V_BYTES, V_BYTES) != 0) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    bool consistent() const {
+        const auto words = [&](const void * at, int n) {
+            std::vector<int32_t> host(n);
+            CHECK(cudaMemcpy(host.data(), at, n*sizeof(int32_t), cudaMemcpyDeviceToHost));
+            return host;
+        };
+        const auto map = words(rows->state.map, n_rows), owner = words(rows->state.owner, n_slots);
+        for (int row = 0; row < n_rows; ++row) {
+            if (map[row] != PHASE_KV_ROWS_NONE && (map[row] < 0 || map[row] >= n_slots || owner[map[row]] != row)) {
+                return false;
+            }
+        }
+        for (int slot = 0; slot < n_slots; ++slot) {
+            if (owner[slot] != PHASE_KV_ROWS_NONE && map[owner[slot]] != slot) {
+                return false;
+            }
+        }
+        return true;
+    }
+};
+
+static std::vector<int32_t> random_lists(std::mt19937 & random, int n_lists, int n_max, int n_rows, std::vector<int32_t> & counts) {
+    std::vector<int32_t> lists;
+    for (int list = 0; list < n_lists; ++list) {
+        std::set<int32_t> chosen;
+        const int n = random() % (std::min(n_max, n_rows) + 1);
+        while ((int) chosen.size() < n) {
+            chosen.insert(random() % n_rows);
+        }
+        lists.insert(lists.end(), chosen.begin(), chosen.end());
+        lists.resize((size_t) (list + 1)*n_max, -1);
+        counts.push_back(n);
+    }
+    return lists;
+}
+
+// lookups, writes and resets in random order
+static void test_random(int n_rows, int n_slots, int n_sequences, int n_steps) {
+    std::mt19937 random(n_rows + n_slots);
+    layer        kept(n_rows, n_slots);
+    cudaStream_t stream;
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    device_array<int32_t> lists(n_slots), counts(64);
+    device_array<int64_t> ids(n_rows);
+    uint64_t looked_up = 0;
+    for (int step = 0; step < n_steps; ++step) {
+        if (random() % 3 == 0) { // a graph that writes
+            std::vector<int64_t> rows(n_rows);
+            std::iota(rows.begin(), rows.end(), 0);
+            std::shuffle(rows.begin(), rows.end(), random);
+            rows.resize(1 + random() % (random() % 2 ? 8 : n_rows));
+            ids.set(rows);
+            const phase_cuda_written written[] = { { kept.rows, ids.data, (int32_t) rows.size(), 0 }, { kept.rows, ids.data, (int32_t) rows.size(), 0 } };
+            CHECK(phase_cuda_kv_rows_forget(written, 2, 8, stream));
+            CHECK(cudaStreamSynchronize(stream));
+            for (const auto row : rows) {
+                kept.change((int) row);
+            }
+            if (rows.size() > 8) {
+                CHECK(phase_cuda_kv_rows_settle(written, 1, stream));
+                CHECK(cudaStreamSynchronize(stream));
+                report(kept.consistent(), "tables after a prompt", step, n_slots);
+            }
+        } else if (random() % 10 == 0) {
+            if (random() % 2) {
+                phase_cuda_kv_rows_forget_all(kept.rows);
+            } else {
+                const phase_cuda_written all = { kept.rows, nullptr, 0, 0 };
+                CHECK(phase_cuda_kv_rows_forget(&all, 1, 8, stream));
+                CHECK(cudaStreamSynchronize(stream));
+            }
+            for (int row = 0; row < n_rows; ++row) {
+                kept.change(row);
+            }
+        }
+        const int queries = 1 + random() % 3;
+        const int n_lists = queries*n_sequences;
+        const int n_max   = n_slots/n_lists;
+        const int stride  = n_rows/n_sequences;
+        if (n_max == 0) {
+            continue;
+        }
+        std::vector<int32_t> n_chosen;
+        const auto chosen = random_lists(random, n_lists, n_max, stride, n_chosen);
+        lists.set(chosen);
+        counts.set(n_chosen);
+        CHECK(phase_cuda_kv_rows_find(*kept.rows, { lists.data, counts.data, n_lists, n_max, queries, 0, stride }, stream));
+        CHECK(cudaStreamSynchronize(stream));
+        report(kept.holds(chosen, lists.get(chosen.size()), n_max, queries, 0, stride), "rows", step, n_slots);
+        report(kept.consistent(), "tables", step, n_slots);
+        looked_up += std::accumulate(n_chosen.begin(), n_chosen.end(), (uint64_t) 0);
+        report(kept.rows->counters->looked_up == looked_up, "counted", step, n_slots);
+    }
+    CHECK(cudaStreamDestroy(stream));
+}
+
+static void test_policy() {
+    layer                 kept(5000, 3000);
+    device_array<int32_t> lists(3000), counts(1);
+    const auto find = [&](int first, int n) {
+        std::vector<int32_t> rows(n);
+        std::iota(rows.begin(), rows.end(), first);
+        lists.set(rows);
+        counts.set({ n });
+        const uint64_t before = kept.rows->counters->missed;
+        CHECK(phase_cuda_kv_rows_find(*kept.rows, { lists.data, counts.data, 1, n, 1, 0, 0 }, cudaStreamPerThread));
+        CHECK(cudaStreamSynchronize(cudaStreamPerThread));
+        return (int) (kept.rows->counters->missed - before);
+    };
+    report(find(0, 3000) == 3000, "all missing", 0, 0);
+    report(find(0, 3000) == 0, "all there", 0, 0);
+    report(find(0, 1000) == 0, "used again", 0, 0);
+    report(find(3000, 2000) == 2000, "the others go", 0, 0);
+    report(find(0, 1000) == 0, "the least recently used went", 0, 0);
+    report(phase_cuda_kv_rows_find(*kept.rows, { lists.data, counts.data, 2, 2000, 1, 0, 0 }, cudaStreamPerThread) == cudaErrorInvalidValue, "too many", 0, 0);
+}
+
+static void measure(int n_rows, int n_slots, int n_missing) {
+    constexpr int N = 2051, REPEATS = 50;
+    layer                 kept(n_rows, n_slots);
+    cudaStream_t          stream;
+    cudaEvent_t           begin, end;
+    device_array<int32_t> lists((size_t) N*REPEATS), counts(1);
+    device_array<int64_t> ids(N);
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CHECK(cudaEventCreate(&begin));
+    CHECK(cudaEventCreate(&end));
+    std::vector<int32_t> all;
+    for (int i = 0; i < REPEATS; ++i) {
+        for (int k = 0; k < N; ++k) {
+            all.push_back(k*2);
+        }
+    }
+    std::vector<int64_t> missing;
+    for (int k = 0; k < N; ++k) {
+        missing.push_back(k*2);
+    }
+    ids.set(missing);
+    counts.set({ N });
+    cudaGraph_t     graph;
+    cudaGraphExec_t exec;
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+    for (int i = 0; i < REPEATS; ++i) {
+        if (n_missing > 0) {
+            const phase_cuda_written written = { kept.rows, ids.data, n_missing, 0 };
+            CHECK(phase_cuda_kv_rows_forget(&written, 1, N, stream));
+        }
+        CHECK(phase_cuda_kv_rows_find(*kept.rows, { lists.data + i*N, counts.data, 1, N, 1, 0, 0 }, stream));
+    }
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    float best = 1e9f;
+    for (int run = 0; run < 4; ++run) { // the lists are overwritten by slots
+        lists.set(all);
+        CHECK(cudaEventRecord(begin, stream));
+        CHECK(cudaGraphLaunch(exec, stream));
+        CHECK(cudaEventRecord(end, stream));
+        CHECK(cudaStreamSynchronize(stream));
+        float ms = 0;
+        CHECK(cudaEventElapsedTime(&ms, begin, end));
+        best = std::min(best, ms);
+    }
+    std::printf("%7d rows, %6d slots, %4d of %d missing: %6.1f us%s\n", n_rows, n_slots, n_missing, N, best*1000/REPEATS,
+            n_missing ? " (with forgetting them)" : "");
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaStreamDestroy(stream));
+}
+
+int main(int argc, char ** argv) {
+    int n_devices = 0;
+    if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
+        std::printf("test-kv-rows-cuda: no GPU\n");
+        return 77;
+    }
+    const bool small = argc > 1 && std::string(argv[1]) == "small";
+    for (const int n_sequences : { 1, 4 }) {
+        test_random(64, 24, n_sequences, small ? 20 : 200);
+        test_random(64, 64, n_sequences, small ? 20 : 200);
+        test_random(4000, 2500, n_sequences, small ? 5 : 60);
+        test_random(30000, 20000, n_sequences, small ? 2 : 20);
+    }
+    test_policy();
+    if (!small) {
+        for (const int n_slots : { 8192, 16384, 65536, 131072 }) {
+            for (const int n_missing : { 0, 1, 32, 2051 }) {
+                measure(131072, n_slots, n_missing);
+            }
+        }
+    }
+    std::printf("test-kv-rows-cuda: %d passed, %d failed\n", n_passed, n_failed);
+    return n_failed > 0;
+}
