@@ -21,6 +21,7 @@ set(LLAMA_PHASE_SOURCES
     ${LLAMA_PHASE_ENGINE_DIR}/phase-context.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-group.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-kv.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/phase-select.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-stats.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-swap.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-ubatch.cpp

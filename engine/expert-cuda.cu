@@ -16,16 +16,12 @@
 static std::atomic<uint64_t> n_replays{0};
 
 // All structs of ours begin with magic and kind.
-struct phase_op_head {
-    uint32_t      magic;
-    phase_op_kind kind;
-};
 
 // The struct of a node that is ours, else null. Names and types come first: the userdata of others may point to anything.
 static const phase_op_head * op_of(const ggml_tensor * node) {
-    static constexpr const char * NAMES[] = { "phase_fetch", "phase_prefetch", "phase_stream" };
+    static constexpr const char * NAMES[] = { "phase_fetch", "phase_prefetch", "phase_stream", "phase_select" };
     const bool named = std::any_of(std::begin(NAMES), std::end(NAMES), [&](const char * name) { return strcmp(node->name, name) == 0; });
-    if (node->op != GGML_OP_CUSTOM || !named || node->type != GGML_TYPE_I32 || !node->src[0] || !node->src[1]) {
+    if (node->op != GGML_OP_CUSTOM || !named || (node->type != GGML_TYPE_I32 && node->type != GGML_TYPE_F16) || !node->src[0] || !node->src[1]) {
         return nullptr;
     }
     ggml_custom_op_params params;
@@ -55,6 +51,7 @@ bool phase_cuda_supports_op(const ggml_tensor * node) {
         case PHASE_OP_FETCH:    return fits(*(const phase_fetch_op *) op, ggml_nelements(node));
         case PHASE_OP_PREFETCH: return fits(*((const phase_prefetch_op *) op)->next, n_predict_of(node)*node->ne[1]);
         case PHASE_OP_STREAM:   return true;
+        case PHASE_OP_SELECT:   return phase_cuda_select_fits(node->src[4]->ne[0]);
     }
     return false;
 }
@@ -104,6 +101,29 @@ static void compute_prefetch(ggml_backend_cuda_context & ctx, const phase_prefet
             (int32_t *) node->data, ctx.stream()));
 }
 
+static void compute_select(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
+    const auto * score = node->src[0];
+    const auto * pools = node->src[2];
+
+    phase_cuda_selection s {};
+    s.score    = (const float *) score->data;
+    s.top_k    = (const int32_t *) node->src[1]->data;
+    s.pools    = (const int32_t *) pools->data;
+    s.tails    = (const int32_t *) node->src[3]->data;
+    s.visible  = (const uint16_t *) node->src[4]->data;
+    s.n_tokens = (int32_t) score->ne[1];
+    s.n_pool   = (int32_t) score->ne[0];
+    s.n_top    = (int32_t) node->src[1]->ne[0];
+    s.kpool    = (int32_t) pools->ne[0];
+    s.n_tail   = (int32_t) node->src[3]->ne[0];
+    s.n_kv     = (int32_t) node->src[4]->ne[0];
+    for (int i = 0; i < 5; ++i) {
+        GGML_ASSERT(ggml_is_contiguous(node->src[i]));
+    }
+    s.mask     = (uint16_t *) node->data;
+    CUDA_CHECK(phase_cuda_launch_select(s, ctx.stream()));
+}
+
 bool phase_cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
     const auto * op = op_of(node);
     if (!op) {
@@ -112,6 +132,7 @@ bool phase_cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
     switch (op->kind) {
         case PHASE_OP_FETCH:    compute_fetch   (ctx, *(const phase_fetch_op    *) op, node); break;
         case PHASE_OP_PREFETCH: compute_prefetch(ctx, *(const phase_prefetch_op *) op, node); break;
+        case PHASE_OP_SELECT:   compute_select(ctx, node); break;
         case PHASE_OP_STREAM:
             CUDA_CHECK(phase_cuda_stream(*(const phase_stream_op *) op, ids_of(node), (int32_t *) node->src[1]->data, (int32_t *) node->data, ctx.stream()));
             break;

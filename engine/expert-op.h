@@ -21,7 +21,14 @@
 //   stream  src[0] ids, src[1] state, src[2..] ring tensors shaped like the whole experts
 //           dst           I32 [n_used, n_tokens]: the ids
 //
-// The nodes are named phase_fetch, phase_prefetch and phase_stream and must keep those names: a backend looks at userdata only then, since that of
+//   select  the rows that sparse attention reads, for a few tokens (phase-select.h)
+//           src[0] score F32 [n_pool, n_tokens], src[1] top_k I32 [n_top, n_tokens], src[2] pool cells I32 [kpool, n_pool],
+//           src[3] tail cells I32 [n_tail, n_tokens], src[4] mask F16 [n_kv, n_tokens], all without gaps
+//           dst           F16 [phase_select_halves()], in three blocks without gaps:
+//                         | mask[n_tokens][n_kv] | rows I32 [n_tokens][n_sel] | counts I32 [n_tokens] |
+//           rows are the columns of mask that are not minus infinity, ascending, -1 behind the last; the CPU leaves them out
+//
+// The nodes are named phase_fetch, phase_prefetch, phase_stream and phase_select and must keep those names: a backend looks at userdata only then, since that of
 // other custom nodes may point to anything.
 //
 // State of a layer, 32-bit words in the memory of the device that owns the layer, one block:
@@ -57,7 +64,21 @@ enum phase_op_kind : uint32_t {
     PHASE_OP_FETCH    = 1,
     PHASE_OP_STREAM   = 2,
     PHASE_OP_PREFETCH = 3,
+    PHASE_OP_SELECT   = 4,
 };
+
+// what all the structs begin with; all that select needs
+struct phase_op_head {
+    uint32_t      magic;
+    phase_op_kind kind;
+};
+
+constexpr int64_t PHASE_SELECT_CELLS = 786432; // a bit for each in shared memory
+
+// halves of a select node; n_kv is a multiple of 32
+constexpr int64_t phase_select_halves(int64_t n_kv, int64_t n_tokens, int64_t n_sel) {
+    return n_tokens*(n_kv + 2*(n_sel + 1));
+}
 
 // Written by the operator, read by the host at any time; in memory that host and device share.
 struct phase_op_counters {

@@ -1,12 +1,15 @@
 #include "kv-attention-cuda.cuh"
 
+#include "expert-op.h"
 #include "kv-rows-cuda.cuh"
+#include "select-cuda.cuh"
 
 #include "common.cuh"
 #include "ggml-backend-impl.h"
 #include "ggml-impl.h"
 
 #include <atomic>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -189,14 +192,44 @@ phase_cuda_kv_node::~phase_cuda_kv_node() {
     pending = {};
 }
 
-phase_cuda_kv_lists::phase_cuda_kv_lists(const ggml_tensor *& mask, int32_t * indices, int32_t * counts, int32_t n_queries, int32_t n_max,
-        cudaStream_t stream) :
-    indices(indices), counts(counts), n_lists(n_queries*(int32_t) mask->ne[3]), n_queries(n_queries), n_max(n_max), stream(stream) {
+phase_cuda_kv_lists::phase_cuda_kv_lists(const ggml_tensor *& mask, int32_t * indices, int32_t * counts, int32_t n_queries, int32_t n_group,
+        int32_t n_max, cudaStream_t stream) :
+    indices(indices), counts(counts), n_lists(n_queries*(int32_t) mask->ne[3]), n_queries(n_queries), n_group(n_group), n_max(n_max), stream(stream) {
     mask = pending.rows ? pending.mask : mask;
+    this->mask = mask;
+}
+
+// The rows of the select node that `mask` is of, one list per query; null when they are not these lists.
+static const int32_t * rows_of_select(const ggml_tensor * mask, int32_t n_lists, int32_t n_max) {
+    const auto * node = mask->view_src;
+    if (!node || node->op != GGML_OP_CUSTOM || strcmp(node->name, "phase_select") != 0 || mask->data != node->data) {
+        return nullptr;
+    }
+    const bool same = node->src[0]->ne[1] == n_lists && node->ne[0] == phase_select_halves(mask->ne[0], n_lists, n_max);
+    return same ? (const int32_t *) ((const uint16_t *) node->data + n_lists*mask->ne[0]) : nullptr;
+}
+
+bool phase_cuda_kv_lists::make() {
+    if (n_group != 1) {
+        return false;
+    }
+    rows = rows_of_select(mask, n_lists, n_max);
+    if (!rows) {
+        return phase_cuda_compact_mask((const half *) mask->data, indices, counts, mask->ne[0], n_queries, mask->ne[3], n_max,
+                mask->nb[1]/sizeof(half), mask->nb[3]/sizeof(half), stream);
+    }
+    if (!pending.rows) { // lists and counts follow each other, there as here
+        GGML_ASSERT(counts == indices + (int64_t) n_lists*n_max);
+        CUDA_CHECK(cudaMemcpyAsync(indices, rows, (size_t) n_lists*(n_max + 1)*sizeof(int32_t), cudaMemcpyDeviceToDevice, stream));
+    }
+    return true;
 }
 
 phase_cuda_kv_lists::~phase_cuda_kv_lists() {
     if (pending.rows) {
-        CUDA_CHECK(phase_cuda_kv_rows_find(*pending.rows, { indices, counts, n_lists, n_max, n_queries, pending.first_row, pending.sequence_rows }, stream));
+        const int32_t * found = rows ? rows : indices;
+        const int32_t * n     = rows ? rows + (int64_t) n_lists*n_max : counts;
+        CUDA_CHECK(phase_cuda_kv_rows_find(*pending.rows, { found, n, indices, counts, n_lists, n_max, n_queries, pending.first_row, pending.sequence_rows },
+                stream));
     }
 }

@@ -41,19 +41,26 @@ class phase_cuda_kv_node {
     ggml_tensor   own, k, v, mask;
 };
 
-// Stands at the top of what makes the lists, one per query: `mask` becomes the mask of the original node, and when this goes the lists
-// that were queued are turned into slots and the rows copied.
+// Stands at the top of what makes the lists: `mask` becomes the mask of the original node, and when this goes the lists that were queued
+// are turned into slots and the rows copied. `n_group` queries share a list.
 class phase_cuda_kv_lists {
   public:
-    phase_cuda_kv_lists(const ggml_tensor *& mask, int32_t * indices, int32_t * counts, int32_t n_queries, int32_t n_max, cudaStream_t stream);
+    phase_cuda_kv_lists(const ggml_tensor *& mask, int32_t * indices, int32_t * counts, int32_t n_queries, int32_t n_group, int32_t n_max,
+            cudaStream_t stream);
     ~phase_cuda_kv_lists();
     phase_cuda_kv_lists(const phase_cuda_kv_lists &) = delete;
 
+    // False: nothing is queued yet, upstream has to make them.
+    bool make();
+
   private:
+    const ggml_tensor * mask;
+    const int32_t * rows = nullptr; // of a select node, when they are used as they are
     int32_t    * indices;
     int32_t    * counts;
     int32_t      n_lists;
     int32_t      n_queries;
+    int32_t      n_group;
     int32_t      n_max;
     cudaStream_t stream;
 };

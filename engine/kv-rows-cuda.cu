@@ -90,12 +90,14 @@ __global__ void __launch_bounds__(N_THREADS, 1) find_kernel(phase_kv_rows rows, 
     const int32_t   n_jobs = phase_kv_rows_lookup(g, rows.state, shared, row_of, n);
     for (int32_t i = threadIdx.x; i < n; i += N_THREADS) {
         const int64_t row = row_of(i);
-        lists.rows[i] = row < 0 ? -1 : rows.state.map[row];
+        lists.slots[i] = row < 0 ? -1 : rows.state.map[row];
     }
     if (threadIdx.x == 0) {
         int64_t looked_up = 0;
         for (int32_t i = 0; i < lists.n_lists; ++i) {
-            looked_up += lists.counts[i];
+            const int32_t n = lists.counts[i];
+            lists.slot_counts[i] = n;
+            looked_up += n;
         }
         count(rows, looked_up, n_jobs);
     }

@@ -24,8 +24,10 @@ struct phase_kv_rows {
 
 // One list per query, of n_max entries each: a row of the query's sequence, -1 behind the last.
 struct phase_cuda_row_lists {
-    int32_t       * rows;   // become slots
+    const int32_t * rows;
     const int32_t * counts; // [n_lists]
+    int32_t       * slots;       // may be `rows`
+    int32_t       * slot_counts; // becomes `counts`, may be that
     int32_t         n_lists;
     int32_t         n_max;
     int32_t         lists_per_sequence;

@@ -20,6 +20,8 @@
 //
 // Called by src/llama-graph.cpp and by the model files whose attention reads the mask itself.
 
+#include "phase-select.h" // the model files that need the one need the other
+
 #include "ggml.h"
 
 #include <cstdint>

@@ -123,6 +123,112 @@ cudaError_t phase_cuda_launch_compact_mask(const half * mask, int32_t * indices,
     return cudaGetLastError();
 }
 
+//
+// pools and tail -> mask and indices
+//
+
+// Cells of the mask that a block writes; more blocks per token choose the same rows and write other parts.
+static constexpr int SELECT_PART = 32768;
+
+static __global__ void __launch_bounds__(N_THREADS, 1) select_kernel(phase_cuda_selection s) {
+    extern __shared__ uint32_t bits[]; // of the chosen cells
+    __shared__ int shared[N_WARPS];
+
+    const int lane    = threadIdx.x % 32;
+    const int token   = blockIdx.x;
+    const int n_words = s.n_kv/32;
+
+    const auto * score   = s.score   + (int64_t) token*s.n_pool;
+    const auto * top_k   = s.top_k   + (int64_t) token*s.n_top;
+    const auto * tail    = s.tails   + (int64_t) token*s.n_tail;
+    const auto * visible = s.visible + (int64_t) token*s.n_kv;
+
+    for (int i = threadIdx.x; i < n_words; i += N_THREADS) {
+        bits[i] = 0;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < s.kpool*s.n_top + s.n_tail; i += N_THREADS) {
+        int cell = s.n_kv;
+        if (i < s.kpool*s.n_top) {
+            const int pool = top_k[i/s.kpool];
+            if (score[pool] >= 0.0f) { // else it is not visible: the choice was short of pools
+                cell = s.pools[(int64_t) pool*s.kpool + i%s.kpool];
+            }
+        } else {
+            cell = tail[i - s.kpool*s.n_top];
+        }
+        if (cell < s.n_kv && (visible[cell] & 0x7c00) != 0x7c00) {
+            atomicOr(&bits[cell/32], 1u << cell%32);
+        }
+    }
+    __syncthreads();
+
+    if (blockIdx.y == 0) {
+        const int n_own = (n_words + N_THREADS - 1)/N_THREADS;
+        const int begin = min((int) threadIdx.x*n_own, n_words);
+        const int end   = min(begin + n_own, n_words);
+        int found = 0;
+        for (int i = begin; i < end; ++i) {
+            found += __popc(bits[i]);
+        }
+        int upto = found;
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+            const int below = __shfl_up_sync(FULL, upto, d);
+            upto += lane >= d ? below : 0;
+        }
+        int n_found = 0;
+        int at = scan_warps(__shfl_sync(FULL, upto, 31), n_found, shared) + upto - found;
+        auto * rows = s.rows() + (int64_t) token*s.n_sel();
+        for (int i = begin; i < end; ++i) {
+            for (uint32_t left = bits[i]; left; left &= left - 1) {
+                rows[at++] = i*32 + __ffs(left) - 1;
+            }
+        }
+        for (int i = n_found + threadIdx.x; i < s.n_sel(); i += N_THREADS) {
+            rows[i] = -1;
+        }
+        if (threadIdx.x == 0) {
+            s.counts()[token] = n_found;
+        }
+    }
+
+    auto *    mask = s.mask + (int64_t) token*s.n_kv;
+    const int last = min((int) (blockIdx.y + 1)*SELECT_PART, s.n_kv);
+    for (int i = blockIdx.y*SELECT_PART + threadIdx.x*8; i < last; i += N_THREADS*8) {
+        const uint32_t chosen = (bits[i/32] >> i%32) & 0xff;
+        uint32_t words[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const uint32_t low  = chosen >> 2*k       & 1 ? visible[i + 2*k]     : 0xfc00;
+            const uint32_t high = chosen >> (2*k + 1) & 1 ? visible[i + 2*k + 1] : 0xfc00;
+            words[k] = low | high << 16;
+        }
+        *(uint4 *) (mask + i) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+}
+
+static constexpr int SELECT_PLAIN_BYTES = 40*1024; // what a kernel may have without asking, less what select_kernel has beside
+
+bool phase_cuda_select_fits(int64_t n_kv) {
+    int device = 0, most = 0;
+    (void) cudaGetDevice(&device);
+    (void) cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    return n_kv/8 + 1024 <= most;
+}
+
+cudaError_t phase_cuda_launch_select(const phase_cuda_selection & s, cudaStream_t stream) {
+    const int n_bytes = s.n_kv/8;
+    if (n_bytes > SELECT_PLAIN_BYTES) {
+        const cudaError_t error = cudaFuncSetAttribute(select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, n_bytes);
+        if (error != cudaSuccess) {
+            return error;
+        }
+    }
+    select_kernel<<<dim3(s.n_tokens, (s.n_kv + SELECT_PART - 1)/SELECT_PART), N_THREADS, n_bytes, stream>>>(s);
+    return cudaGetLastError();
+}
+
 static void check(cudaError_t error) {
     if (error != cudaSuccess) {
         std::fprintf(stderr, "llama-phase: selection of rows: %s\n", cudaGetErrorString(error));
@@ -152,20 +258,154 @@ static __device__ uint32_t key_of(float value) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Finds the k-th largest key byte by byte, from a histogram of those that agree with it so far; then writes what is larger, and of the
-// equal ones the first.
+static constexpr int N_BINS       = 2048; // of the leading 11 bits, then of 11 and 10 more
+static constexpr int N_CANDIDATES = 4096; // keys with the leading bits of the k-th largest
+
+struct top_k_shared {
+    int      histogram[N_BINS];
+    uint32_t keys[N_CANDIDATES];
+    int      columns[N_CANDIDATES];
+    int      scan[N_WARPS];
+    int      bin;
+    int      rank;
+    int      n_written;
+    int      n_candidates;
+};
+
+// Which bin of `n_bins` holds the key of that rank, from the largest, from 1; the rank within the bin.
+template <int n_bins>
+static __device__ void find_bin(top_k_shared & shared, int rank) {
+    constexpr int N_OWN = n_bins/N_THREADS;
+    const int lane = threadIdx.x % 32;
+    __syncthreads();
+    int own[N_OWN];
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < N_OWN; ++i) {
+        own[i] = shared.histogram[n_bins - 1 - N_OWN*threadIdx.x - i];
+        sum += own[i];
+    }
+    int upto = sum;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const int below = __shfl_up_sync(FULL, upto, d);
+        upto += lane >= d ? below : 0;
+    }
+    int total = 0;
+    int before = scan_warps(__shfl_sync(FULL, upto, 31), total, shared.scan) + upto - sum;
+    if (before < rank && rank <= before + sum) { // one thread
+        int i = 0;
+        while (before + own[i] < rank) {
+            before += own[i++];
+        }
+        shared.bin  = n_bins - 1 - N_OWN*threadIdx.x - i;
+        shared.rank = rank - before;
+    }
+    __syncthreads();
+}
+
+static __device__ void clear_bins(top_k_shared & shared) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < N_BINS; i += N_THREADS) {
+        shared.histogram[i] = 0;
+    }
+    __syncthreads();
+}
+
+// Reads the row twice: once for a histogram of the leading bits, once to write what is above the k-th largest and to gather what shares
+// its leading bits, of which the rest is found in shared memory. False, with nothing written, when those are too many.
+static __device__ bool top_k_of_candidates(const float * __restrict__ values, int32_t * __restrict__ indices, int n_columns, int k, top_k_shared & shared) {
+    constexpr int IN_FLIGHT = 8;
+    const auto each = [&](const auto & use) {
+        for (int base = threadIdx.x; base < n_columns; base += IN_FLIGHT*N_THREADS) {
+            float value[IN_FLIGHT];
+#pragma unroll
+            for (int i = 0; i < IN_FLIGHT; ++i) {
+                const int column = base + i*N_THREADS;
+                value[i] = column < n_columns ? values[column] : 0.0f;
+            }
+#pragma unroll
+            for (int i = 0; i < IN_FLIGHT; ++i) {
+                const int column = base + i*N_THREADS;
+                if (column < n_columns) {
+                    use(column, key_of(value[i]));
+                }
+            }
+        }
+    };
+    clear_bins(shared);
+    each([&](int, uint32_t key) { atomicAdd(&shared.histogram[key >> 21], 1); });
+    find_bin<N_BINS>(shared, k);
+    const uint32_t leading = shared.bin;
+    const int      rank    = shared.rank;
+    const int      n       = shared.histogram[leading];
+    if (n > N_CANDIDATES) {
+        return false;
+    }
+    if (threadIdx.x == 0) {
+        shared.n_written    = 0;
+        shared.n_candidates = 0;
+    }
+    clear_bins(shared);
+    each([&](int column, uint32_t key) {
+        if (key >> 21 > leading) {
+            indices[atomicAdd(&shared.n_written, 1)] = column;
+        } else if (key >> 21 == leading) {
+            const int at = atomicAdd(&shared.n_candidates, 1);
+            shared.keys[at]    = key;
+            shared.columns[at] = column;
+            atomicAdd(&shared.histogram[key >> 10 & 2047], 1);
+        }
+    });
+    find_bin<N_BINS>(shared, rank);
+    const uint32_t middle      = leading << 11 | shared.bin;
+    const int      rank_middle = shared.rank;
+    clear_bins(shared);
+    for (int i = threadIdx.x; i < n; i += N_THREADS) {
+        if (shared.keys[i] >> 10 == middle) {
+            atomicAdd(&shared.histogram[shared.keys[i] & 1023], 1);
+        }
+    }
+    find_bin<N_BINS/2>(shared, rank_middle);
+    const uint32_t last    = middle << 10 | shared.bin;
+    const int      n_equal = shared.rank; // of the keys equal to the last, so many are taken
+    const bool     all     = shared.histogram[shared.bin] == n_equal;
+    for (int i = threadIdx.x; i < n; i += N_THREADS) {
+        bool taken = shared.keys[i] > last;
+        if (shared.keys[i] == last) {
+            int n_before = 0;
+            for (int other = 0; !all && other < n; ++other) {
+                n_before += shared.keys[other] == last && shared.columns[other] < shared.columns[i];
+            }
+            taken = n_before < n_equal;
+        }
+        if (taken) {
+            indices[atomicAdd(&shared.n_written, 1)] = shared.columns[i];
+        }
+    }
+    return true;
+}
+
+// When top_k_of_candidates() does not do: finds the k-th largest key byte by byte, from a histogram of those that agree with it so far;
+// then writes what is larger, and of the equal ones the first.
 static __global__ void __launch_bounds__(N_THREADS, 1) top_k_kernel(const float * __restrict__ values, int32_t * __restrict__ indices,
         int32_t n_columns, int32_t k) {
-    __shared__ int histogram[256];
-    __shared__ int shared[N_WARPS];
+    __shared__ top_k_shared candidates;
     __shared__ uint32_t s_prefix;
     __shared__ int s_rank;
+
+    int * const histogram = candidates.histogram;
+    int * const shared    = candidates.scan;
 
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     values  += (int64_t) blockIdx.x*n_columns;
     indices += (int64_t) blockIdx.x*k;
 
+    if (top_k_of_candidates(values, indices, n_columns, k, candidates)) { // the same for the whole block
+        return;
+    }
+    __syncthreads();
     if (threadIdx.x == 0) {
         s_prefix = 0;
         s_rank   = k; // of the key sought among those that agree with the prefix, from the largest, from 1

@@ -20,6 +20,31 @@ bool phase_cuda_top_k(const float * values, int32_t * indices, int64_t n_columns
 
 void phase_cuda_set_select(bool fast);
 
+// The select operator of expert-op.h.
+struct phase_cuda_selection {
+    const float    * score;
+    const int32_t  * top_k;
+    const int32_t  * pools;
+    const int32_t  * tails;
+    const uint16_t * visible;
+
+    int32_t n_tokens;
+    int32_t n_pool;
+    int32_t n_top;
+    int32_t kpool;
+    int32_t n_tail;
+    int32_t n_kv;
+
+    uint16_t * mask; // the node's three blocks
+
+    __host__ __device__ int32_t   n_sel()  const { return kpool*n_top + n_tail; }
+    __host__ __device__ int32_t * rows()   const { return (int32_t *) (mask + (int64_t) n_tokens*n_kv); }
+    __host__ __device__ int32_t * counts() const { return rows() + (int64_t) n_tokens*n_sel(); }
+};
+
+bool        phase_cuda_select_fits(int64_t n_kv); // the current device has the shared memory
+cudaError_t phase_cuda_launch_select(const phase_cuda_selection & selection, cudaStream_t stream);
+
 // The kernels alone.
 cudaError_t phase_cuda_launch_compact_mask(const half * mask, int32_t * indices, int32_t * counts, int32_t n_kv, int32_t n_queries,
         int32_t n_sequences, int32_t n_kv_max, int64_t query_stride, int64_t sequence_stride, cudaStream_t stream);

@@ -191,7 +191,7 @@ static void test_random(int n_rows, int n_slots, int n_sequences, int n_steps) {
         const auto chosen = random_lists(random, n_lists, n_max, stride, n_chosen);
         lists.set(chosen);
         counts.set(n_chosen);
-        CHECK(phase_cuda_kv_rows_find(*kept.rows, { lists.data, counts.data, n_lists, n_max, queries, 0, stride }, stream));
+        CHECK(phase_cuda_kv_rows_find(*kept.rows, { lists.data, counts.data, lists.data, counts.data, n_lists, n_max, queries, 0, stride }, stream));
         CHECK(cudaStreamSynchronize(stream));
         report(kept.holds(chosen, lists.get(chosen.size()), n_max, queries, 0, stride), "rows", step, n_slots);
         report(kept.consistent(), "tables", step, n_slots);
@@ -210,7 +210,7 @@ static void test_policy() {
         lists.set(rows);
         counts.set({ n });
         const uint64_t before = kept.rows->counters->missed;
-        CHECK(phase_cuda_kv_rows_find(*kept.rows, { lists.data, counts.data, 1, n, 1, 0, 0 }, cudaStreamPerThread));
+        CHECK(phase_cuda_kv_rows_find(*kept.rows, { lists.data, counts.data, lists.data, counts.data, 1, n, 1, 0, 0 }, cudaStreamPerThread));
         CHECK(cudaStreamSynchronize(cudaStreamPerThread));
         return (int) (kept.rows->counters->missed - before);
     };
@@ -219,7 +219,7 @@ static void test_policy() {
     report(find(0, 1000) == 0, "used again", 0, 0);
     report(find(3000, 2000) == 2000, "the others go", 0, 0);
     report(find(0, 1000) == 0, "the least recently used went", 0, 0);
-    report(phase_cuda_kv_rows_find(*kept.rows, { lists.data, counts.data, 2, 2000, 1, 0, 0 }, cudaStreamPerThread) == cudaErrorInvalidValue, "too many", 0, 0);
+    report(phase_cuda_kv_rows_find(*kept.rows, { lists.data, counts.data, lists.data, counts.data, 2, 2000, 1, 0, 0 }, cudaStreamPerThread) == cudaErrorInvalidValue, "too many", 0, 0);
 }
 
 static void measure(int n_rows, int n_slots, int n_missing) {
@@ -252,7 +252,7 @@ static void measure(int n_rows, int n_slots, int n_missing) {
             const phase_cuda_written written = { kept.rows, ids.data, n_missing, 0 };
             CHECK(phase_cuda_kv_rows_forget(&written, 1, N, stream));
         }
-        CHECK(phase_cuda_kv_rows_find(*kept.rows, { lists.data + i*N, counts.data, 1, N, 1, 0, 0 }, stream));
+        CHECK(phase_cuda_kv_rows_find(*kept.rows, { lists.data + i*N, counts.data, lists.data + i*N, counts.data, 1, N, 1, 0, 0 }, stream));
     }
     CHECK(cudaStreamEndCapture(stream, &graph));
     CHECK(cudaGraphInstantiate(&exec, graph, 0));

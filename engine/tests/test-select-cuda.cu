@@ -106,6 +106,76 @@ static void test_top_k(int n, int rows, int k, int kind, std::mt19937 & random) 
     }
 }
 
+// From pools and tail to mask and rows. kind 0: as many pools as are chosen; 1: few are visible, so that the others chosen are not; 2:
+// some cells are masked; 3: no tail.
+static void test_select(int n_kv, int n_tokens, int n_top, int kind, std::mt19937 & random) {
+    constexpr int KPOOL = 4, TAIL = 3;
+    const int n_pool = n_kv/KPOOL, n_sel = KPOOL*n_top + TAIL;
+    std::vector<float>    score;
+    std::vector<int32_t>  top_k, tails, cells(n_kv), pools;
+    std::vector<uint16_t> visible((size_t) n_tokens*n_kv, 0), expected_mask((size_t) n_tokens*n_kv, 0xfc00);
+    std::vector<int32_t>  expected_rows, expected_counts;
+    std::iota(cells.begin(), cells.end(), 0);
+    std::shuffle(cells.begin(), cells.end(), random);
+    pools = cells; // pool p: cells[4p .. 4p+3]; the last pool is padding and the tail is its cells
+    std::fill(pools.end() - KPOOL, pools.end(), n_kv);
+    for (int token = 0; token < n_tokens; ++token) {
+        std::vector<int32_t> order(n_pool), chosen;
+        std::iota(order.begin(), order.end(), 0);
+        std::shuffle(order.begin(), order.end(), random);
+        order.resize(n_top);
+        std::vector<float> of_token(n_pool, 0.5f);
+        if (kind == 1) {
+            for (int i = n_top/4; i < n_top; ++i) {
+                of_token[order[i]] = -INFINITY;
+            }
+        }
+        of_token[order[0]] = 0.0f;
+        auto * see = &visible[(size_t) token*n_kv];
+        if (kind == 2) {
+            for (int i = 0; i < n_kv; i += 3) {
+                see[i] = 0xfc00;
+            }
+        }
+        const auto take = [&](int32_t cell) {
+            if (cell < n_kv && see[cell] == 0) {
+                chosen.push_back(cell);
+                expected_mask[(size_t) token*n_kv + cell] = 0;
+            }
+        };
+        for (const int pool : order) {
+            for (int k = 0; k < KPOOL && of_token[pool] >= 0; ++k) {
+                take(pools[(size_t) pool*KPOOL + k]);
+            }
+        }
+        for (int k = 0; k < TAIL; ++k) {
+            tails.push_back(kind == 3 ? n_kv : cells[n_kv - KPOOL + k]);
+            take(tails.back());
+        }
+        std::sort(chosen.begin(), chosen.end());
+        expected_counts.push_back(chosen.size());
+        chosen.resize(n_sel, -1);
+        expected_rows.insert(expected_rows.end(), chosen.begin(), chosen.end());
+        score.insert(score.end(), of_token.begin(), of_token.end());
+        top_k.insert(top_k.end(), order.begin(), order.end());
+    }
+    device_array<float>    d_score(score.size());
+    device_array<int32_t>  d_top_k(top_k.size()), d_pools(pools.size()), d_tails(tails.size());
+    device_array<uint16_t> d_visible(visible.size()), d_mask((size_t) n_tokens*(n_kv + 2*(n_sel + 1)));
+    d_score.set(score);
+    d_top_k.set(top_k);
+    d_pools.set(pools);
+    d_tails.set(tails);
+    d_visible.set(visible);
+    const phase_cuda_selection s = { d_score.data, d_top_k.data, d_pools.data, d_tails.data, d_visible.data, n_tokens, n_pool, n_top, KPOOL, TAIL, n_kv, d_mask.data };
+    CHECK(phase_cuda_launch_select(s, nullptr));
+    const auto got = d_mask.get();
+    report(std::equal(expected_mask.begin(), expected_mask.end(), got.begin()), "select: mask", n_kv, n_tokens, n_top, kind);
+    const auto * rows = (const int32_t *) (got.data() + expected_mask.size());
+    report(std::equal(expected_rows.begin(), expected_rows.end(), rows), "select: rows", n_kv, n_tokens, n_top, kind);
+    report(std::equal(expected_counts.begin(), expected_counts.end(), rows + expected_rows.size()), "select: counts", n_kv, n_tokens, n_top, kind);
+}
+
 template <typename launch>
 static double microseconds(launch && run) {
     cudaEvent_t begin, end;
@@ -147,7 +217,16 @@ static void bench() {
         device_array<int32_t> indices(k), counts(rows);
         const double compact = microseconds([&] { CHECK(phase_cuda_launch_compact_mask((const half *) mask.data, indices.data, counts.data, n_kv, 1, 1, k, n_kv, n_kv, nullptr)); });
         const double top_k   = microseconds([&] { CHECK(phase_cuda_launch_top_k(values.data, indices.data, pools, 1, 512, nullptr)); });
-        std::printf("n_kv %6d: mask to indices %6.1f us, top 512 of %5d pools %6.1f us\n", n_kv, compact, pools, top_k);
+        device_array<int32_t>  cells(n_kv), tail(3);
+        device_array<uint16_t> out(n_kv + 2*(k + 1));
+        std::vector<int32_t> all(n_kv);
+        std::iota(all.begin(), all.end(), 0);
+        cells.set(all);
+        tail.set({ n_kv, n_kv, n_kv });
+        mask.set(std::vector<uint16_t>(n_kv, 0));
+        const phase_cuda_selection s = { values.data, indices.data, cells.data, tail.data, mask.data, 1, pools, 512, 4, 3, n_kv, out.data };
+        const double select = microseconds([&] { CHECK(phase_cuda_launch_select(s, nullptr)); });
+        std::printf("n_kv %6d: mask to indices %6.1f us, top 512 of %5d pools %6.1f us, pools to mask and indices %6.1f us\n", n_kv, compact, pools, top_k, select);
     }
 }
 
@@ -163,6 +242,13 @@ int main(int argc, char ** argv) {
         for (int n : { 256, 4352, 8192, 131072, 131328, 300032 }) {
             if (!small || n <= 8192) {
                 test_compact(n, small ? 2 : 4, std::min(n, 2051), kind, random);
+            }
+        }
+        for (int n : { 256, 8448, 33024, 131328, 500224 }) {
+            for (int tokens : { 1, 3, 8 }) {
+                if (kind < 4 && (!small || (n <= 8448 && tokens < 8))) {
+                    test_select(n, tokens, std::min(n/8, 512), kind, random);
+                }
             }
         }
         for (int n : { 1025, 1088, 2048, 8192, 32768, 65600 }) {
