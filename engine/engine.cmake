@@ -19,6 +19,7 @@ set(LLAMA_PHASE_SOURCES
     ${LLAMA_PHASE_ENGINE_DIR}/phase-chunks.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-config.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-context.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/phase-graphs.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-group.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-kv.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-select.cpp

@@ -206,6 +206,8 @@ phase_config phase_config_parse(const phase_environment & env) {
             config.expert_batch = (uint32_t) parsed;
         } else if (name == "LLAMA_PHASE_DRAFT") {
             config.draft_auto = parsed == 1;
+        } else if (name == "LLAMA_PHASE_GRAPHS") {
+            config.graphs = (int32_t) parsed;
         } else if (name == "LLAMA_PHASE_LOG") {
             config.log = (phase_log) parsed;
         } else if (name == "LLAMA_PHASE_FAULT") {

@@ -57,6 +57,7 @@ struct phase_config {
     int32_t    prefetch           = -1;   // experts per token; -1: auto
     int32_t    chunk              = 0;    // tokens; 0: off, -1: auto
     bool       draft_auto         = false; // choose draft lengths
+    int32_t    graphs             = -1;   // shapes of small batches; -1: auto
     phase_log  log                = PHASE_LOG_INFO;
 
     phase_restore restore = PHASE_RESTORE_SNAPSHOT;

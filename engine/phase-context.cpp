@@ -14,6 +14,9 @@
 #include <map>
 #include <stdexcept>
 
+// Shapes that come up with drafts of up to 7 tokens: verify batches of 1 to 8, the draft's first batches of 1 to 8 and its full queue.
+static constexpr uint32_t SMALL_GRAPHS = 10;
+
 //
 // creation
 //
@@ -68,7 +71,8 @@ phase_context::phase_context(llama_context & ctx, const phase_config & config, u
         ubatch_prefill(ubatch_prefill),
         group(std::make_shared<phase_group>(config, *this)),
         ctx(ctx),
-        config(config) {
+        config(config),
+        small_graphs(ctx, config.graphs < 0 ? SMALL_GRAPHS : config.graphs, config.expert_batch, [this] { return beyond_budget().empty(); }) {
 }
 
 phase_context::~phase_context() {
@@ -134,14 +138,22 @@ phase_memory_scope::~phase_memory_scope() {
 // effects
 //
 
+// What follows, up to the graph of a micro-batch, is to find the context's own scheduler: planning, shifts, a switch.
 bool phase_context::before_decode(uint32_t n_tokens) {
-    if (!group->before_decode(*this, n_tokens)) {
-        return false;
+    if (ctx.sched_need_reserve) { // samplers or adapters changed, and what is kept was planned without them
+        small_graphs.drop();
+    }
+    small_graphs.restore();
+    return group->before_decode(*this, n_tokens);
+}
+
+void phase_context::before_graph(uint32_t n_tokens, uint32_t n_seqs, uint32_t n_outputs) {
+    if (!planned_prefill) {
+        small_graphs.select(n_tokens, n_seqs, n_outputs);
     }
     if (inputs && ctx.sched) {
         inputs->install(ctx.sched.get()); // each time: the scheduler may be another one
     }
-    return true;
 }
 
 void phase_context::quiesce(bool entering) {
@@ -153,6 +165,7 @@ void phase_context::quiesce(bool entering) {
 
 int64_t phase_context::drop_buffers() {
     int64_t bytes = (int64_t) phase_total_bytes(read_memory());
+    small_graphs.drop();
     park_graphs();
     ctx.sched.reset();
 
@@ -176,7 +189,9 @@ int64_t phase_context::reserve_buffers(bool prefill) {
         try {
             reserve(prefill);
             if (prefill) {
-                check_budget();
+                if (const auto text = beyond_budget(); !text.empty()) {
+                    throw std::runtime_error(text);
+                }
             }
             break;
         } catch (const std::exception & error) {
@@ -270,27 +285,32 @@ void phase_context::reserve(bool prefill) {
     }
 }
 
+size_t phase_context::buffer_bytes(ggml_backend_t backend) const {
+    return (ctx.sched ? ggml_backend_sched_get_buffer_size(ctx.sched.get(), backend) : 0) + small_graphs.bytes(backend);
+}
+
 size_t phase_context::taken_bytes(ggml_backend_dev_t dev) const {
     size_t bytes = experts ? experts->bytes(dev) : 0;
     for (auto * backend : ctx.backend_ptrs) {
-        bytes += ctx.sched && ggml_backend_get_device(backend) == dev ? ggml_backend_sched_get_buffer_size(ctx.sched.get(), backend) : 0;
+        bytes += ggml_backend_get_device(backend) == dev ? buffer_bytes(backend) : 0;
     }
     return bytes;
 }
 
 // The ring and the other members count against the budget too, and what the scheduler takes is known only now. Beside a GPU the
 // host has no budget.
-void phase_context::check_budget() {
+std::string phase_context::beyond_budget() const {
     size_t index = 0;
     for (auto * backend : ctx.backend_ptrs) {
         auto *       dev    = ggml_backend_get_device(backend);
         const size_t budget = budget_of(dev, index++);
         const size_t taken  = group->taken_bytes(dev);
         if (taken > budget) {
-            throw std::runtime_error(format("%s: %.0f MiB of compute buffers and ring exceed the budget of %.0f MiB by %.0f MiB",
-                    ggml_backend_dev_name(dev), taken/1048576.0, budget/1048576.0, (taken - budget)/1048576.0));
+            return format("%s: %.0f MiB of compute buffers and ring exceed the budget of %.0f MiB by %.0f MiB",
+                    ggml_backend_dev_name(dev), taken/1048576.0, budget/1048576.0, (taken - budget)/1048576.0);
         }
     }
+    return "";
 }
 
 size_t phase_context::budget_of(ggml_backend_dev_t dev, size_t index) const {
@@ -376,7 +396,7 @@ std::vector<phase_device_memory> phase_context::read_memory() const {
         auto * dev = ggml_backend_get_device(backend);
         phase_device_memory entry;
         entry.name         = dev ? ggml_backend_dev_name(dev) : ggml_backend_name(backend);
-        entry.buffer_bytes = ctx.sched ? ggml_backend_sched_get_buffer_size(ctx.sched.get(), backend) : 0;
+        entry.buffer_bytes = buffer_bytes(backend);
         if (dev && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
             size_t total = 0;
             ggml_backend_dev_memory(dev, &entry.free_bytes, &total);

@@ -9,6 +9,7 @@
 #include "host-pool.h"
 #include "input-upload.h"
 #include "phase-config.h"
+#include "phase-graphs.h"
 #include "phase-ubatch.h"
 
 #include "ggml-backend.h"
@@ -45,6 +46,9 @@ struct phase_context {
     // Called at the start of each decode, before anything of the batch is allocated. False: the context is unusable.
     bool before_decode(uint32_t n_tokens);
 
+    // Called before the graph of each micro-batch is looked up.
+    void before_graph(uint32_t n_tokens, uint32_t n_seqs, uint32_t n_outputs);
+
     // Waits for the work in flight. On the way into the prefill phase the flags that a reserve may clear are remembered.
     void quiesce(bool entering);
 
@@ -80,6 +84,8 @@ struct phase_context {
 
     const llama_model & model() const;
 
+    phase_graph_stats graph_stats() const { return small_graphs.stats(); }
+
     // slots or ring and compute buffers on a device
     size_t taken_bytes(ggml_backend_dev_t dev) const;
 
@@ -108,7 +114,8 @@ struct phase_context {
 
     void        park_graphs();
     void        unpark_graphs(bool prefill, size_t max_nodes);
-    void        check_budget();
+    std::string beyond_budget() const; // empty: within it
+    size_t      buffer_bytes(ggml_backend_t backend) const; // compute buffers
     size_t      budget_of(ggml_backend_dev_t dev, size_t index) const; // index: of its backend; SIZE_MAX when there is none
     std::string shortfall();
 
@@ -129,6 +136,8 @@ struct phase_context {
     };
     std::array<parked_graphs, 2> graphs;
     bool                         planned_prefill = false;
+
+    phase_graphs small_graphs; // of batches served from slots
 };
 
 // Null when the mode is off or the context cannot switch (said once in the log), and neither slots, a place for K/V nor

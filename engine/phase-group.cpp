@@ -294,6 +294,7 @@ phase_stats phase_group::snapshot() const {
     for (const auto * member : members) {
         copy.kv.push_back(member->kv);
         phase_kv_read_rows(copy.kv.back());
+        copy.graphs.push_back(member->graph_stats());
         if (member->experts && experts != copy.experts.end()) {
             member->experts->read_counters(*experts++); // slots and ring may change meanwhile, the counters stay where they are
         }

@@ -227,6 +227,14 @@ std::string phase_stats_json(const phase_stats & stats, double now_ms) {
     if (stats.draft.active) {
         result["draft"] = draft_json(stats.draft);
     }
+    if (!stats.graphs.empty()) {
+        json list = json::array();
+        for (const auto & graphs : stats.graphs) {
+            list.push_back({ { "batches", graphs.n_batches }, { "reused", graphs.n_reused }, { "kept", graphs.n_kept }, { "made", graphs.n_made },
+                    { "bytes", graphs.bytes } });
+        }
+        result["graphs"] = std::move(list);
+    }
     if (stats.mode == PHASE_MODE_OFF) {
         return result.dump();
     }

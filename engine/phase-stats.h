@@ -57,6 +57,15 @@ struct expert_stats {
 };
 
 // where the attention K/V of a layer is
+// graphs of micro-batches in the decode phase, of one context
+struct phase_graph_stats {
+    uint64_t n_batches = 0; // micro-batches, since the context was created
+    uint64_t n_reused  = 0; // of those, with a graph that was there
+    uint64_t n_made    = 0; // shapes that were planned to be kept
+    uint64_t n_kept    = 0; // shapes, now
+    uint64_t bytes     = 0; // of their compute buffers, all backends
+};
+
 struct kv_layer_stats {
     int         il = 0;
     std::string device; // that owns the layer
@@ -109,6 +118,8 @@ struct phase_stats {
     phase_kv_mode                            kv_mode = PHASE_KV_DEVICE;
     std::vector<std::vector<kv_layer_stats>> kv; // one per member, when LLAMA_PHASE_KV is set; filled by the snapshot
     draft_stats draft; // filled by the snapshot
+
+    std::vector<phase_graph_stats> graphs; // one per member; filled by the snapshot
 
     std::vector<expert_stats> experts; // one per member that has experts in host memory; filled by the snapshot
 };

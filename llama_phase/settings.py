@@ -67,6 +67,7 @@ class Settings(BaseSettings):
     select: Literal["stock", "fast"] = "stock"
     draft: Literal["off", "auto"] = "off"
     mtp: Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=63)], BeforeValidator(_off_is_zero)] = 0
+    graphs: Literal["auto"] | Annotated[int, Field(ge=0, le=64)] = "auto"
     spec: str = ""
     draft_device: str = ""
     budget_mib: str = ""

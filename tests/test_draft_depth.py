@@ -135,3 +135,20 @@ def test_rejected_drafts_replay_nothing(fleet: Fleet, model: str, prompt) -> Non
     assert partial, "no draft was rejected, so this shows nothing"
     assert "restore checkpoint" not in log and "restoring speculative checkpoint" not in log
     assert draft["drafted"] - draft["accepted"] == sum(b - a for a, b in partial)
+
+
+def test_sizes_that_come_back_find_their_graph(fleet: Fleet, prompt) -> None:
+    """Drafting alternates between sizes, in the draft context with each step: all but the first of a size are reused.
+    The text is the same without."""
+    model = MODELS[0]
+    tokens = prompt(model, 40, seed=8)
+    reused, answers = {}, {}
+    for graphs in ("auto", "1", "0"):
+        server = fleet.phase(model, *mtp(3), DRAFT="auto", GRAPHS=graphs)
+        answers[graphs] = server.complete(tokens, n=160).tokens
+        draft = server.phase()["graphs"][1]
+        assert draft["kept"] <= {"auto": 10, "1": 1, "0": 0}[graphs]
+        reused[graphs] = draft["reused"] / draft["batches"]
+    assert reused["auto"] > 0.75 and reused["auto"] > reused["0"] + 0.2
+    for tokens in answers.values():
+        assert_same_but_for_ties(tokens, fleet.stock(model).complete(prompt(model, 40, seed=8), n=160))

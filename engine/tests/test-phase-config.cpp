@@ -55,7 +55,7 @@ std::vector<std::string> split(const std::string & text) {
 std::string text(const phase_config & c) {
     std::ostringstream out;
     out << c.mode << ' ' << c.prefill_ubatch << ' ' << c.prefill_min_tokens << ' ' << c.expert_slots << ' ' << c.expert_batch << ' '
-        << c.ring_regions << ' ' << c.prefetch << ' ' << c.chunk << ' ' << c.log << ' ' << c.restore << ' ' << c.kv << ' ' << c.kv_rows << ' ' << c.select << ' ' << c.draft_auto << " budget";
+        << c.ring_regions << ' ' << c.prefetch << ' ' << c.chunk << ' ' << c.log << ' ' << c.restore << ' ' << c.kv << ' ' << c.kv_rows << ' ' << c.select << ' ' << c.draft_auto << ' ' << c.graphs << " budget";
     for (const auto bytes : c.budget_bytes) {
         out << ' ' << bytes;
     }

@@ -1,0 +1,143 @@
+#include "phase-graphs.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+
+#include <algorithm>
+
+struct phase_graphs::planned {
+    shape of;
+
+    ggml_backend_sched_ptr              sched;
+    std::array<llm_graph_result_ptr, 2> prev;
+    llm_graph_result *                  active = nullptr;
+    llm_graph_result_ptr                reserve;
+};
+
+phase_graphs::phase_graphs(llama_context & ctx, uint32_t n_most, uint32_t n_tokens_most, std::function<bool()> fits) :
+    ctx(ctx), n_most(n_most), n_tokens_most(n_tokens_most), fits(std::move(fits)) {
+}
+
+phase_graphs::~phase_graphs() = default;
+
+void phase_graphs::swap_with_context(planned & with) {
+    std::swap(with.sched,   ctx.sched);
+    std::swap(with.prev,    ctx.gf_res_prev);
+    std::swap(with.active,  ctx.gf_res_prev_active);
+    std::swap(with.reserve, ctx.gf_res_reserve);
+}
+
+void phase_graphs::restore() {
+    if (in_use) {
+        swap_with_context(*in_use);
+        in_use = nullptr;
+    }
+}
+
+void phase_graphs::drop() {
+    restore();
+    if (!kept.empty()) {
+        ctx.synchronize();
+    }
+    kept.clear();
+    seen.clear();
+    full = false;
+    count(0);
+}
+
+// Nothing of the context changes but what stands in its place.
+bool phase_graphs::make(const shape & of) {
+    const size_t   max_nodes       = ctx.graph_max_nodes(std::max(of.n_tokens, ctx.cparams.n_seq_max));
+    const uint32_t n_input_tensors = ctx.n_input_tensors;
+
+    auto fresh = std::make_unique<planned>();
+    fresh->of = of;
+    fresh->sched.reset(ggml_backend_sched_new(ctx.backend_ptrs.data(), ctx.backend_buft.data(), ctx.backend_ptrs.size(), max_nodes, false, ctx.cparams.op_offload));
+    fresh->reserve.reset(new llm_graph_result(max_nodes));
+    kept.push_back(std::move(fresh));
+    in_use = kept.back().get();
+    swap_with_context(*in_use);
+
+    bool planned = false;
+    try {
+        const auto mctx = ctx.memory->init_full();
+        planned = mctx && ctx.graph_reserve(of.n_tokens, ctx.cparams.n_seq_max, std::max(of.n_outputs, 1u), mctx.get()) && fits();
+    } catch (const std::exception & error) {
+        LLAMA_LOG_DEBUG("llama-phase: %s\n", error.what());
+    }
+    ctx.n_input_tensors = n_input_tensors;
+    if (!planned) {
+        restore();
+        kept.pop_back();
+    }
+    return planned;
+}
+
+void phase_graphs::select(uint32_t n_tokens, uint32_t n_seqs, uint32_t n_outputs) {
+    count(1);
+    const shape of { n_tokens, n_seqs, n_outputs };
+    if (in_use && in_use->of == of) {
+        return;
+    }
+    restore();
+    if (n_most == 0 || n_tokens > n_tokens_most || ctx.cparams.pipeline_parallel || !ctx.memory) {
+        return;
+    }
+    const auto same_as = [&](const shape & other) { return other == of; };
+    const bool again   = !seen.empty() && seen.back() == of;
+    const auto before  = std::find_if(seen.begin(), seen.end(), same_as);
+    const bool known   = before != seen.end();
+    if (known) {
+        seen.erase(before);
+    }
+    seen.push_back(of);
+
+    const auto it = std::find_if(kept.begin(), kept.end(), [&](const auto & entry) { return entry->of == of; });
+    if (it != kept.end()) {
+        std::rotate(it, it + 1, kept.end());
+        in_use = kept.back().get();
+        swap_with_context(*in_use);
+        return;
+    }
+    if (again || !known || full) {
+        return;
+    }
+    if (kept.size() >= n_most) {
+        ctx.synchronize();
+        kept.erase(kept.begin());
+    }
+    if (!make(of)) {
+        full = true;
+        LLAMA_LOG_INFO("llama-phase: no memory to keep the graph of batches of %u tokens: it is built anew at each change of size\n", n_tokens);
+        return;
+    }
+    std::lock_guard<std::mutex> guard(lock);
+    counters.n_made++;
+}
+
+size_t phase_graphs::bytes(ggml_backend_t backend) const {
+    size_t bytes = 0;
+    for (const auto & entry : kept) {
+        bytes += entry->sched ? ggml_backend_sched_get_buffer_size(entry->sched.get(), backend) : 0;
+    }
+    return bytes;
+}
+
+void phase_graphs::count(uint32_t n_batches) {
+    const int32_t n_reused = ctx.n_reused;
+    uint64_t      all      = 0;
+    for (auto * backend : ctx.backend_ptrs) {
+        all += bytes(backend);
+    }
+    std::lock_guard<std::mutex> guard(lock);
+    counters.n_batches += n_batches;
+    counters.n_reused  += n_reused - (n_reused >= n_reused_before ? n_reused_before : 0);
+    counters.n_kept     = kept.size();
+    counters.bytes      = all;
+    n_reused_before     = n_reused;
+}
+
+phase_graph_stats phase_graphs::stats() const {
+    std::lock_guard<std::mutex> guard(lock);
+    return counters;
+}
