@@ -35,6 +35,10 @@ bool llama_phase_join(llama_context * ctx, llama_context * member) {
     return group && other && group->join(*other);
 }
 
+bool llama_phase_present(const llama_context * ctx) {
+    return ctx->phase != nullptr;
+}
+
 bool llama_phase_draft_adaptive(const llama_context * ctx) {
     const auto * group = group_of(ctx);
     return group && group->adapts_drafts();
