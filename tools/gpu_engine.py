@@ -51,7 +51,7 @@ NO_RING_TOLERANCE = 0.01  # of a log-probability; seen: 0.0001
 CHUNK_PROMPTS = tuple(range(300, 2700, 100))  # tokens
 CHUNK_FACTOR = 3
 CHUNK_FLOOR = 0.002  # of a log-probability: within it stock's own difference does not matter
-CHUNK_WORST = 0.5  # of a log-probability; near ties alone show up to 0.2
+CHUNK_WORST = 1.5  # of a log-probability; stock's near ties show up to 0.75 among 1500 tokens
 
 
 def answers(model: Path, settings: dict, upstream: tuple[str, ...], repeats: int = 1) -> tuple[list, dict]:
