@@ -380,10 +380,10 @@ ggml_tensor * expert_cache::swap(ggml_context * ctx, ggml_cgraph * gf, ggml_tens
             std::min<int64_t>(n_ids, layer.host->n_expert) <= layer.fetch.n_slots) {
         arena  = &layer.slots;
         const auto predicted = std::exchange(pending, {});
+        build_prefetch(ctx, gf, layer, x); // first: it is on its way while this layer's experts are fetched
         result = phase_build_fetch(ctx, layer.fetch, ids, layer.state, arena->data(),
                 predicted.ctx == ctx && predicted.layer == &layer ? predicted.node : nullptr);
         ggml_build_forward_expand(gf, result);
-        build_prefetch(ctx, gf, layer, x);
     }
     if (arena) {
         size_t i = 0;

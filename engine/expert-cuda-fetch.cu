@@ -8,24 +8,13 @@
 // The counters are added to with atomics that return nothing: a read of host memory would stall for a PCIe round trip.
 
 #include "expert-cuda-kernels.cuh"
+#include "expert-cuda-launch.cuh"
 
 #include <algorithm>
 #include <climits>
 
 static constexpr int BLOCK  = 256;
 static constexpr int UNROLL = 4; // loads in flight per thread
-
-static __device__ __forceinline__ void wait_for_predecessor() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    cudaGridDependencySynchronize();
-#endif
-}
-
-static __device__ __forceinline__ void let_successor_launch() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    cudaTriggerProgrammaticLaunchCompletion();
-#endif
-}
 
 static __device__ __forceinline__ void prefetch_l2(const void * p) {
     asm volatile("prefetch.global.L2 [%0];" :: "l"(p));
@@ -85,7 +74,7 @@ static __global__ void __launch_bounds__(BLOCK, 1) lookup_kernel(lookup_args a) 
     const int     tid   = threadIdx.x;
     const int32_t n_ids = a.ids.n_used*a.ids.n_tokens;
 
-    let_successor_launch();
+    phase_let_successor_launch();
     for (int32_t i = 32*tid; i < a.n_expert + 2*a.n_slots + 2; i += 32*BLOCK) {
         prefetch_l2(g_slot_of + i);
     }
@@ -93,7 +82,7 @@ static __global__ void __launch_bounds__(BLOCK, 1) lookup_kernel(lookup_args a) 
         add(&a.counters->looked_up, n_ids);
         add(&a.counters->runs, 1);
     }
-    wait_for_predecessor();
+    phase_wait_for_predecessor();
 
     const int32_t last_clock = *g_clock;
     const bool    wrapped    = last_clock == INT_MAX;
@@ -236,8 +225,8 @@ static __device__ __forceinline__ void copy_tile(const uint8_t * src_bytes, uint
 }
 
 static __global__ void __launch_bounds__(BLOCK) copy_kernel(copy_args a) {
-    let_successor_launch();
-    wait_for_predecessor();
+    phase_let_successor_launch();
+    phase_wait_for_predecessor();
 
     const int32_t * const jobs  = a.n_jobs + 1;
     const int32_t         total = *a.n_jobs*a.n_tiles;
@@ -270,22 +259,6 @@ static __global__ void __launch_bounds__(BLOCK) copy_kernel(copy_args a) {
 static int32_t unit_of(const phase_op_tensor & t) {
     const uintptr_t bits = (uintptr_t) t.src | (uintptr_t) t.dst | t.stride;
     return bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
-}
-
-template <typename Args>
-static cudaError_t launch(void (*kernel)(Args), const Args & args, int blocks, size_t shared_bytes, cudaStream_t stream, bool pdl) {
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-
-    cudaLaunchConfig_t config = {};
-    config.gridDim          = blocks;
-    config.blockDim         = BLOCK;
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream           = stream;
-    config.attrs            = &attribute;
-    config.numAttrs         = pdl ? 1 : 0;
-    return cudaLaunchKernelEx(&config, kernel, args);
 }
 
 bool phase_cuda_can_use_pdl() {
@@ -337,13 +310,13 @@ cudaError_t phase_cuda_fetch(const phase_fetch_op & op, const phase_cuda_ids & i
     const lookup_args lookup = { ids, op.n_expert, op.n_slots, state, slots, op.counters };
     cudaError_t error = multiprocessors(blocks);
     if (error == cudaSuccess) {
-        error = launch(lookup_kernel, lookup, 1, words*sizeof(int32_t), stream, pdl && !joined);
+        error = phase_cuda_launch(lookup_kernel, lookup, 1, BLOCK, words*sizeof(int32_t), stream, pdl && !joined);
     }
-    return error != cudaSuccess ? error : launch(copy_kernel, copy_args_of(op, state), blocks, 0, stream, pdl);
+    return error != cudaSuccess ? error : phase_cuda_launch(copy_kernel, copy_args_of(op, state), blocks, BLOCK, 0, stream, pdl);
 }
 
 cudaError_t phase_cuda_fill(const phase_fetch_op & op, const int32_t * state, cudaStream_t stream) {
     int blocks = 0;
     const cudaError_t error = multiprocessors(blocks);
-    return error != cudaSuccess ? error : launch(copy_kernel, copy_args_of(op, state), blocks, 0, stream, false);
+    return error != cudaSuccess ? error : phase_cuda_launch(copy_kernel, copy_args_of(op, state), blocks, BLOCK, 0, stream, false);
 }

@@ -43,16 +43,18 @@ struct phase_cuda_router {
     const void * data; // [n_expert][n_embd]
 };
 
-// Predicts n_predict experts per token and queues their copies on a stream beside `stream`, behind what is queued there now. May be
-// captured. `scratch`: see expert-op.h. phase_cuda_join_prefetch() has to follow on the same thread, before the same layer's fetch and
-// before the end of a capture. cudaErrorInvalidValue: as phase_cuda_fetch(), for n_predict*n_tokens ids.
+// Predicts n_predict experts per token for the next layer, whose state is `state`, and queues their copies on a stream beside `stream`,
+// behind what is queued there now. It makes `stream` wait for the prefetch before it, this layer's. May be captured. `scratch`: see
+// expert-op.h. phase_cuda_join_prefetch() has to follow on the same thread, before the next layer's fetch and before the end of a capture.
+// cudaErrorInvalidValue: as phase_cuda_fetch(), for n_predict*n_tokens ids.
 cudaError_t phase_cuda_prefetch(const phase_prefetch_op & op, const phase_cuda_activations & x, const phase_cuda_router & router,
-        int32_t n_predict, int32_t * state, int32_t * scratch, cudaStream_t stream);
+        int32_t n_predict, int32_t * state, int32_t * scratch, cudaStream_t stream, bool pdl);
 
-// Makes `stream` wait for the prefetch in flight. waited: there was one.
-cudaError_t phase_cuda_join_prefetch(cudaStream_t stream, bool & waited);
+// Makes `stream` wait for the prefetch of the layer with this state, null: for any in flight. waited: what is queued next stands behind
+// two streams, because of this call or of the prefetch that came in between.
+cudaError_t phase_cuda_join_prefetch(cudaStream_t stream, const int32_t * state, bool & waited);
 
-// Work that is in flight still ends.
+// Frees what the first prefetch made. Nothing may be in flight; graphs captured with it stay usable.
 void phase_cuda_prefetch_free(phase_prefetch_side & side);
 
 // Queues the copies of the jobs that `state` lists.

@@ -86,7 +86,7 @@ static bool use_pdl() {
 static void compute_fetch(ggml_backend_cuda_context & ctx, const phase_fetch_op & op, ggml_tensor * node) {
     GGML_ASSERT((size_t) ggml_nelements(node->src[1]) >= phase_state_words(op.n_expert, op.n_slots));
     bool waited = false;
-    CUDA_CHECK(phase_cuda_join_prefetch(ctx.stream(), waited));
+    CUDA_CHECK(phase_cuda_join_prefetch(ctx.stream(), (const int32_t *) node->src[1]->data, waited));
     // a kernel that depends on two streams cannot be launched before its predecessors end
     CUDA_CHECK(phase_cuda_fetch(op, ids_of(node), (int32_t *) node->src[1]->data, (int32_t *) node->data, ctx.stream(), use_pdl(), 0, waited));
 }
@@ -98,7 +98,7 @@ static void compute_prefetch(ggml_backend_cuda_context & ctx, const phase_prefet
     const phase_cuda_activations activations = { (const char *) x->data, x->nb[1], (int32_t) x->ne[0], (int32_t) x->ne[1] };
     const auto type = router->type == GGML_TYPE_F16 ? phase_cuda_router::F16 : router->type == GGML_TYPE_BF16 ? phase_cuda_router::BF16 : phase_cuda_router::F32;
     CUDA_CHECK(phase_cuda_prefetch(op, activations, { type, router->data }, (int32_t) n_predict_of(node), (int32_t *) node->src[2]->data,
-            (int32_t *) node->data, ctx.stream()));
+            (int32_t *) node->data, ctx.stream(), use_pdl()));
 }
 
 static void compute_select(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
@@ -147,7 +147,7 @@ void phase_cuda_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph
 void phase_cuda_finish(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph) {
     phase_cuda_kv_finish(ctx, graph);
     bool waited = false;
-    CUDA_CHECK(phase_cuda_join_prefetch(ctx.stream(), waited));
+    CUDA_CHECK(phase_cuda_join_prefetch(ctx.stream(), nullptr, waited));
 }
 
 void phase_cuda_count_replay() {

@@ -11,7 +11,7 @@
 //           dst           I32 [n_used, n_tokens]: slot of each id
 //
 //   prefetch  guesses what the next layer will choose, from this layer's activations, and copies beside the computation. It stands
-//           behind this layer's fetch; the next layer's fetch waits for it. A wrong guess costs link time, never a result.
+//           in front of this layer's fetch; the next layer's fetch waits for it. A wrong guess costs link time, never a result.
 //           src[0] x      F32 [n_embd, n_tokens], input of this layer's experts
 //           src[1] router F32, F16 or BF16 [n_embd, n_expert] of the next layer
 //           src[2] state, src[3..] arena tensors of the next layer

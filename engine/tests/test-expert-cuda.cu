@@ -444,14 +444,13 @@ static std::unique_ptr<device_bytes> on_device(const std::vector<float> & values
     return bytes;
 }
 
-// Predicted while the main stream is busy, then fetched; as single launches and as a graph that is replayed.
+// Three layers as a graph runs them: the prefetch of the next one, then the fetch, then something that takes time. As single launches
+// and as a graph that is replayed.
 static void test_prefetch(phase_cuda_router::type_t type, int32_t n_tokens, bool with_bias, bool captured, int n_steps) {
-    const int32_t n_expert = 70, n_slots = 40, n_used = 5, n_predict = 6, n_embd = 100;
+    const int32_t n_layers = 3, n_expert = 70, n_slots = 40, n_used = 5, n_predict = 6, n_embd = 100;
     const std::vector<size_t> strides = { 4096, 1000, 18*64 };
     const std::string what = std::string(captured ? "captured" : "single") + " prefetch, router type " + std::to_string(type) + ", tokens " + std::to_string(n_tokens);
 
-    fetch_layer  layer(n_expert, n_slots, strides);
-    reference    want(n_expert, n_slots);
     std::mt19937 rng(3);
     const auto   small_integers = [&](size_t n) {
         std::vector<float> values(n);
@@ -460,34 +459,56 @@ static void test_prefetch(phase_cuda_router::type_t type, int32_t n_tokens, bool
         }
         return values;
     };
-    const auto router = small_integers((size_t) n_expert*n_embd);
-    const auto bias   = with_bias ? small_integers(n_expert) : std::vector<float>();
-    const auto weights     = type == phase_cuda_router::F32 ? on_device<float>(router) : type == phase_cuda_router::F16 ? on_device<__half>(router) : on_device<__nv_bfloat16>(router);
-    const auto bias_memory = on_device<float>(with_bias ? bias : std::vector<float>{ 0 });
 
+    struct layer_t {
+        fetch_layer         memory;
+        reference           want;
+        std::vector<float>  router, bias;
+        std::unique_ptr<device_bytes> weights, bias_memory;
+        device_bytes        scratch, slots;
+        device_ids          ids;
+        phase_prefetch_side side;
+        phase_prefetch_op   op; // that fills its slots
+    };
+    std::vector<std::unique_ptr<layer_t>> layers;
+    for (int32_t i = 0; i < n_layers; ++i) {
+        layers.emplace_back(new layer_t {
+            fetch_layer(n_expert, n_slots, strides), reference(n_expert, n_slots), small_integers((size_t) n_expert*n_embd),
+            with_bias ? small_integers(n_expert) : std::vector<float>(), nullptr, nullptr,
+            device_bytes((size_t) n_tokens*(n_expert + 2*n_predict)*sizeof(int32_t), 0x55), device_bytes(n_tokens*n_used*sizeof(int32_t), 0x55),
+            device_ids(std::vector<int32_t>(n_tokens*n_used, 0), n_used, n_used), {}, {},
+        });
+        auto & l = *layers.back();
+        l.weights     = type == phase_cuda_router::F32 ? on_device<float>(l.router) : type == phase_cuda_router::F16 ? on_device<__half>(l.router) : on_device<__nv_bfloat16>(l.router);
+        l.bias_memory = on_device<float>(with_bias ? l.bias : std::vector<float>{ 0 });
+        l.op.side     = &l.side;
+        l.op.n_expert = n_expert;
+        l.op.bias     = with_bias ? (const float *) l.bias_memory->data : nullptr;
+        l.op.next     = &l.memory.op;
+        l.op.counters = l.memory.op.counters;
+    }
     device_bytes x(n_tokens*n_embd*sizeof(float), 0);
-    device_bytes scratch((size_t) n_tokens*(n_expert + 2*n_predict)*sizeof(int32_t), 0x55);
-    device_bytes slots(n_tokens*n_used*sizeof(int32_t), 0x55);
-    device_ids   ids(std::vector<int32_t>(n_tokens*n_used, 0), n_used, n_used);
-
-    phase_prefetch_side side;
-    phase_prefetch_op   op;
-    op.side     = &side;
-    op.n_expert = n_expert;
-    op.bias     = with_bias ? (const float *) bias_memory->data : nullptr;
-    op.next     = &layer.op;
-    op.counters = layer.op.counters;
+    const bool   pdl = phase_cuda_can_use_pdl();
 
     cudaStream_t stream;
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     const auto queue = [&] {
-        CHECK(phase_cuda_prefetch(op, { (const char *) x.data, n_embd*sizeof(float), n_embd, n_tokens }, { type, weights->data }, n_predict,
-                (int32_t *) layer.state.data, (int32_t *) scratch.data, stream));
-        delay_kernel<<<1, 1, 0, stream>>>(20000);
-        bool waited = false;
-        CHECK(phase_cuda_join_prefetch(stream, waited));
-        EXPECT(waited, "%s: nothing was in flight", what.c_str());
-        CHECK(phase_cuda_fetch(layer.op, ids.view, (int32_t *) layer.state.data, (int32_t *) slots.data, stream, phase_cuda_can_use_pdl(), 0, waited));
+        for (int32_t i = 0; i < n_layers; ++i) {
+            auto & l = *layers[i];
+            if (i + 1 < n_layers) {
+                auto & next = *layers[i + 1];
+                CHECK(phase_cuda_prefetch(next.op, { (const char *) x.data, n_embd*sizeof(float), n_embd, n_tokens }, { type, next.weights->data }, n_predict,
+                        (int32_t *) next.memory.state.data, (int32_t *) next.scratch.data, stream, pdl));
+            }
+            bool waited = false;
+            CHECK(phase_cuda_join_prefetch(stream, (const int32_t *) l.memory.state.data, waited));
+            EXPECT(waited == (i > 0), "%s: layer %d behind another stream", what.c_str(), i);
+            CHECK(phase_cuda_fetch(l.memory.op, l.ids.view, (int32_t *) l.memory.state.data, (int32_t *) l.slots.data, stream, pdl, 0, waited));
+            delay_kernel<<<1, 1, 0, stream>>>(20000);
+        }
+        bool waited = true;
+        CHECK(phase_cuda_join_prefetch(stream, nullptr, waited));
+        EXPECT(!waited, "%s: joined twice", what.c_str());
     };
 
     cudaGraph_t     graph    = nullptr;
@@ -503,33 +524,42 @@ static void test_prefetch(phase_cuda_router::type_t type, int32_t n_tokens, bool
         for (auto & value : activations) {
             value /= 16; // a sigmoid then keeps different sums well apart
         }
-        const auto routed      = random_ids(rng, n_expert, n_used, n_tokens, false);
         CHECK(cudaMemcpy(x.data, activations.data(), x.size, cudaMemcpyHostToDevice));
-        CHECK(cudaMemcpy(ids.memory.data, routed.data(), routed.size()*sizeof(int32_t), cudaMemcpyHostToDevice));
+        std::vector<std::vector<int32_t>> routed;
+        for (auto & l : layers) {
+            routed.push_back(random_ids(rng, n_expert, n_used, n_tokens, false));
+            CHECK(cudaMemcpy(l->ids.memory.data, routed.back().data(), routed.back().size()*sizeof(int32_t), cudaMemcpyHostToDevice));
+        }
         if (captured) {
             CHECK(cudaGraphLaunch(instance, stream));
         } else {
             queue();
         }
         CHECK(cudaStreamSynchronize(stream));
-        want.fetch(predict(activations, router, bias, n_expert, n_predict));
-        const auto want_slots = want.fetch(routed);
-        EXPECT(std::memcmp(slots.read().data(), want_slots.data(), slots.size) == 0, "%s, step %d: slot ids differ", what.c_str(), step);
-        layer.expect(want, what.c_str(), step);
+        for (int32_t i = 0; i < n_layers; ++i) {
+            auto & l = *layers[i];
+            if (i > 0) {
+                l.want.fetch(predict(activations, l.router, l.bias, n_expert, n_predict));
+            }
+            const auto want_slots = l.want.fetch(routed[i]);
+            EXPECT(std::memcmp(l.slots.read().data(), want_slots.data(), l.slots.size) == 0, "%s, step %d: slot ids of layer %d differ", what.c_str(), step, i);
+            l.memory.expect(l.want, what.c_str(), step);
+        }
     }
-    bool waited = true;
-    CHECK(phase_cuda_join_prefetch(stream, waited));
-    EXPECT(!waited, "%s: joined twice", what.c_str());
     if (captured) {
         // the graph does not need what it was captured with
-        phase_cuda_prefetch_free(side);
+        for (auto & l : layers) {
+            phase_cuda_prefetch_free(l->side);
+        }
         CHECK(cudaGraphLaunch(instance, stream));
         CHECK(cudaStreamSynchronize(stream));
         CHECK(cudaGraphExecDestroy(instance));
         CHECK(cudaGraphDestroy(graph));
     }
-    phase_cuda_prefetch_free(side);
-    EXPECT(side.backend_state == nullptr, "%s: freed", what.c_str());
+    for (auto & l : layers) {
+        phase_cuda_prefetch_free(l->side);
+        EXPECT(l->side.backend_state == nullptr, "%s: freed", what.c_str());
+    }
     CHECK(cudaStreamDestroy(stream));
 }
 
@@ -548,8 +578,8 @@ static void test_prefetch_nan() {
     op.counters = layer.op.counters;
     bool waited = false;
     CHECK(phase_cuda_prefetch(op, { (const char *) x->data, 8, 2, 1 }, { phase_cuda_router::F32, router->data }, 2, (int32_t *) layer.state.data,
-            (int32_t *) scratch.data, nullptr));
-    CHECK(phase_cuda_join_prefetch(nullptr, waited));
+            (int32_t *) scratch.data, nullptr, false));
+    CHECK(phase_cuda_join_prefetch(nullptr, nullptr, waited));
     CHECK(cudaDeviceSynchronize());
     want.fetch({});
     want.looked_up = 2;
@@ -864,7 +894,7 @@ static void bench() {
             const double us = graph_microseconds(calls, stream, [&](int i) {
                 const auto & view = ids[i % calls]->view;
                 const lookup_args args = { view, n_expert*2, n, (int32_t *) tables.state.data, (int32_t *) slots.data, tables.op.counters };
-                CHECK(launch(lookup_kernel, args, 1, phase_cuda_table_words(n_expert*2, n, view.n_used)*sizeof(int32_t), stream, can_pdl));
+                CHECK(phase_cuda_launch(lookup_kernel, args, 1, BLOCK, phase_cuda_table_words(n_expert*2, n, view.n_used)*sizeof(int32_t), stream, can_pdl));
             });
             std::printf(" %.2f |", us);
         }
