@@ -64,12 +64,12 @@ ggml_backend_buffer_type_t phase_kv_buffer_type(ggml_backend_buffer_type_t buft,
     return choice.host ? host : buft;
 }
 
-void phase_kv_keep_rows(const std::vector<phase_kv_layer> & layers) {
+void phase_kv_keep_rows(const llama_model & model, const std::vector<phase_kv_layer> & layers) {
     std::map<ggml_backend_dev_t, std::vector<phase_kv_layer>> of_device;
     for (const auto & layer : layers) {
         phase_kv_rows_counters counters;
         const bool host = layer.k && layer.v && layer.k->data && layer.k->buffer && phase_kv_is_host_buffer_type(ggml_backend_buffer_get_type(layer.k->buffer));
-        if (host && phase_kv_rows_kept(layer.k->data, &counters) == 0) { // else shared with another cache
+        if (host && is_sparse(model, layer.il) && phase_kv_rows_kept(layer.k->data, &counters) == 0) { // else shared with another cache
             of_device[ggml_backend_buft_get_device(ggml_backend_buffer_get_type(layer.k->buffer))].push_back(layer);
         }
     }

@@ -34,17 +34,17 @@ struct phase_kv_layer {
 ggml_backend_buffer_type_t phase_kv_buffer_type(ggml_backend_buffer_type_t buft, const llama_model & model, const llama_hparams & hparams,
         uint32_t il, ggml_type type_k, ggml_type type_v, bool v_trans, uint64_t n_rows);
 
-// Called with the layers of a cache, whose memory is there: of K/V in host memory, the device keeps LLAMA_PHASE_KV_ROWS positions as well.
-// `layers`: il, k, v each.
-void phase_kv_keep_rows(const std::vector<phase_kv_layer> & layers);
+// Called with the layers of a cache, whose memory is there: of sparse layers' K/V in host memory, the device keeps LLAMA_PHASE_KV_ROWS
+// positions as well. `layers`: il, k, v each.
+void phase_kv_keep_rows(const llama_model & model, const std::vector<phase_kv_layer> & layers);
 
 template <typename layer>
-void phase_kv_keep_rows_of(const std::vector<layer> & layers) {
+void phase_kv_keep_rows_of(const llama_model & model, const std::vector<layer> & layers) {
     std::vector<phase_kv_layer> plain;
     for (const auto & l : layers) {
         plain.push_back({ (int) l.il, l.k, l.v });
     }
-    phase_kv_keep_rows(plain);
+    phase_kv_keep_rows(model, plain);
 }
 
 // What memory figures count a buffer type as: ours are host memory.

@@ -25,6 +25,7 @@ _MIB = 1 << 20
 RESERVE_BYTES = 512 * _MIB  # of engine/expert-cache.cpp and phase-ubatch-plan.cpp: never planned with
 
 CONTEXT_BYTES = 500 * _MIB  # what a CUDA process takes before it loads anything
+KV_SLOT_BYTES, KV_ROW_BYTES = 22, 4  # tables: of a position that the device keeps, and of every position
 SPARSE_IN_PLACE = ("qwen4exp",)  # architectures whose indexer layers' K/V goes to host memory (engine/phase-kv.cpp)
 ESTIMATES = (
     plan_compute.ESTIMATES,
@@ -49,6 +50,7 @@ class DevicePlan:
     decode_compute_bytes: int
     prefill_compute_bytes: int
     kv_host_bytes: int = 0  # of its layers, in host memory
+    kv_rows_bytes: int = 0  # of those, positions that the device keeps as well
     slots_bytes: int = 0
     ring_bytes: int = 0
     decode_short_bytes: int = 0
@@ -56,7 +58,7 @@ class DevicePlan:
 
     @property
     def fixed_bytes(self) -> int:
-        return self.context_bytes + self.dense_bytes + self.kv_bytes + self.state_bytes
+        return self.context_bytes + self.dense_bytes + self.kv_bytes + self.kv_rows_bytes + self.state_bytes
 
     @property
     def decode_bytes(self) -> int:
@@ -249,11 +251,21 @@ def _bare_device(
         dense_bytes=dense_bytes,
         kv_bytes=sum(kv) - sum(in_host) + indexer_bytes,
         kv_host_bytes=sum(in_host),
+        kv_rows_bytes=_kept_bytes([size for size, yes in zip(in_host, sparse, strict=True) if yes], choices, room),
         state_bytes=sum(layer.state_bytes or 0 for layer in layers) * choices.sequences * (1 + choices.draft_tokens),
         # batches between EXPERT_BATCH and the prefill threshold take the stock path, whose uploads are compute buffers
         decode_compute_bytes=contexts * (compute(choices.ubatch) + _uploaded_bytes(layers)) + staged,
         prefill_compute_bytes=contexts * compute(max(choices.prefill_ubatch, choices.ubatch), choices.chunk) + staged,
     )
+
+
+def _kept_bytes(in_host: list[int], choices: Choices, room: float) -> int:
+    """Of K/V in host memory (bytes of each layer), what the device keeps as well, with its tables
+    (engine/kv-op.h: phase_kv_rows_bytes)."""
+    sizes = [size for size in in_host if size]
+    position_bytes = sum(sizes) / choices.cells + KV_SLOT_BYTES * len(sizes)
+    rows = choices.kept_rows(position_bytes if sizes else 0, room)
+    return int(rows * position_bytes + KV_ROW_BYTES * choices.cells * len(sizes)) if rows else 0
 
 
 def _uploaded_bytes(layers: list[LayerFacts]) -> int:

@@ -14,6 +14,8 @@ MIN_TOKENS_FLOOR = 240  # of engine/phase-ubatch.cpp
 RING_AUTO = 3  # regions, of engine/expert-ring.cpp
 SERVER_SEQUENCES = 4  # llama-server's own default of -np, over one K/V
 UPSTREAM_DRAFT_TOKENS = 3  # its default of --spec-draft-n-max
+KV_ROWS_AUTO = 16384  # positions of K/V in host memory that a device keeps as well, of engine/kv-place.cpp
+KV_ROWS_LEAST = 4096
 CONTEXT_CELLS = 256  # contexts are rounded up to this many tokens
 # bytes per element of a K/V cache type
 KV_TYPES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 32, "q5_0": 22 / 32, "q4_1": 20 / 32,
@@ -45,6 +47,7 @@ class Choices:
     type_v: str = "f16"
     sequences: int = SERVER_SEQUENCES
     kv: str = "device"
+    kv_rows: int | None = None  # None: auto
     draft_tokens: int = 0  # longest MTP draft; the recurrent state is kept once more for each of its tokens
 
     @classmethod
@@ -82,6 +85,7 @@ class Choices:
             type_v=types[1],
             sequences=int(sequences) if sequences.isdigit() else SERVER_SEQUENCES,
             kv=settings.kv,
+            kv_rows=None if settings.kv_rows == "auto" else settings.kv_rows,
             draft_tokens=_draft_tokens(settings, facts),
         )
 
@@ -97,6 +101,16 @@ class Choices:
         if self.kv == "auto":
             return sparse and sparse_bytes > free_bytes / 2
         return self.kv == "host-all" or (self.kv == "host" and sparse)
+
+    def kept_rows(self, position_bytes: float, free_bytes: float) -> int:
+        """Positions of K/V in host memory that a device keeps as well, as engine/kv-place.cpp decides.
+        `position_bytes`: of one in all such layers."""
+        if not position_bytes:
+            return 0
+        if self.kv_rows is not None:
+            return min(self.kv_rows, self.cells)
+        rows = min(KV_ROWS_AUTO, self.cells, int(free_bytes / 8 / position_bytes))
+        return rows if rows >= min(KV_ROWS_LEAST, self.cells) else 0
 
     def budget(self, device: int) -> float:
         """Cap on slots (or ring) and compute buffers together, in bytes."""

@@ -16,6 +16,7 @@ PARTS = (
     ("context *", "#8c8c8c", "context_bytes", "context_bytes"),
     ("dense weights", "#4c72b0", "dense_bytes", "dense_bytes"),
     ("K/V", "#64b5cd", "kv_bytes", "kv_bytes"),
+    ("kept of host K/V", "#93d0e0", "kv_rows_bytes", "kv_rows_bytes"),
     ("recurrent state", "#8172b3", "state_bytes", "state_bytes"),
     ("compute buffers *", "#ccb974", "decode_compute_bytes", "prefill_compute_bytes"),
     ("slots", "#55a868", "slots_bytes", ""),

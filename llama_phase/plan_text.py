@@ -15,6 +15,7 @@ _ROWS = (
     ("context *", "context_bytes", "context_bytes"),
     ("dense weights", "dense_bytes", "dense_bytes"),
     ("K/V", "kv_bytes", "kv_bytes"),
+    ("kept of host K/V", "kv_rows_bytes", "kv_rows_bytes"),
     ("recurrent state", "state_bytes", "state_bytes"),
     ("compute buffers *", "decode_compute_bytes", "prefill_compute_bytes"),
     ("slots", "slots_bytes", ""),
@@ -48,6 +49,9 @@ def lines(report: Report) -> Iterator[str]:
         yield f"slots per layer: {plan.slots} ({most})"
         yield f"ring: {plan.ring_regions} layers" if plan.ring_regions else "ring: none, stock uploads"
     yield from _candidates(plan)
+    if in_host := sum(device.kv_host_bytes for device in plan.devices):
+        on_device = sum(device.kv_bytes for device in plan.devices) / plan.choices.cells / 1024
+        yield f"K/V: {gib(in_host)} GiB in host memory; VRAM per token of context: {on_device:.1f} KiB"
     ram = "unknown" if plan.host_short_bytes is None else "enough" if not plan.host_short_bytes else "too little"
     yield f"host memory: {gib(plan.host_bytes)} GiB read there, {gib(plan.pinned_bytes)} GiB of it pinned; RAM: {ram}"
     yield from _pcie(report)

@@ -81,6 +81,24 @@ def test_kv_in_host_memory_leaves_the_indexer_and_a_copy_of_one_layer_on_the_dev
     assert make_plan(flash, machine("40"), replace(choices, kv=kv, type_k="q8_0")).devices[0].kv_host_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("rows", "ctx", "kept"), [(None, 1 << 17, 16384), (None, 8192, 8192), (0, 1 << 17, 0), (5000, 1 << 17, 5000)]
+)
+def test_positions_of_host_kv_that_the_device_keeps(flash: ModelFacts, rows: int | None, ctx: int, kept: int) -> None:
+    choices = replace(CTX, ctx=ctx, kv="host", kv_rows=rows)
+    device = make_plan(flash, machine("40"), choices).devices[0]
+    layers = sum(1 for layer in flash.served_layers if layer.indexer_k)
+    tables = layers * (22 * kept + 4 * ctx) if kept else 0
+    assert device.kv_rows_bytes == device.kv_host_bytes // ctx * kept + tables
+    assert make_plan(flash, machine("40"), replace(choices, kv="device")).devices[0].kv_rows_bytes == 0
+
+
+def test_little_free_memory_keeps_fewer_positions_or_none(flash: ModelFacts) -> None:
+    choices = replace(CTX, kv="host")
+    assert choices.kept_rows(1000, 8 * 5000 * 1000) == 5000
+    assert choices.kept_rows(1000, 8 * 4000 * 1000) == 0
+
+
 def test_auto_keeps_kv_that_fits_on_the_device(flash: ModelFacts) -> None:
     assert make_plan(flash, machine("64"), replace(CTX, kv="auto")).devices[0].kv_host_bytes == 0
 

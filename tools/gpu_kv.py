@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """K/V in host memory on a GPU: the answers of K/V in VRAM, then what it costs. Needs a GPU and build/cuda.
 
-usage: gpu_kv.py [--models DIR] [--big FILE] [--parts equal,speed,more,stock,vram] [--depths N,...]
+usage: gpu_kv.py [--models DIR] [--big FILE] [--parts equal,rows,speed,more,all,stock,vram] [--depths N,...]
 
 equal  tiny models through llama-server, K/V on the host against K/V on the device, same batch split: tokens and
        log-probabilities bit for bit; 1 and 4 streams, with and without MTP, with and without a switch of the phase
+rows   the same with several sizes of what the device keeps of host K/V (LLAMA_PHASE_KV_ROWS): a conversation that
+       grows, forks and is saved, put aside and restored; MTP, 4 streams; the counters say that rows were found
 speed  llama-bench on the big model (made when it is missing, 13 GB): decode at depth, prefill of 32k; K/V on the
        device with the stock and with the fast selection, on the host with the fast one
-more   the same on the host with the stock selection
+more   the same on the host with nothing kept on the device, and with the stock selection
+all    the same on the host with all positions kept on the device as well
 stock  the same with -nkvo, 8k and 32k, given up after a minute
 vram   device memory at two context sizes, both places: bytes per token of context
 
@@ -21,6 +24,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,25 +37,26 @@ from synth_gguf import make_model
 from llama_phase.bench import device_memory_mib, prompt_tokens
 from llama_phase.server import Server
 from llama_phase.settings import Settings
+from llama_phase.slot_client import SlotClient
 
 PLACES = ("device", "host")
 VARIANTS = {  # name -> LLAMA_PHASE_*
     "device, stock": {},
     "device, fast": {"SELECT": "fast"},
     "host, fast": {"KV": "host", "SELECT": "fast"},
+    "host, none kept": {"KV": "host", "SELECT": "fast", "KV_ROWS": "0"},
+    "host, all kept": {"KV": "host", "SELECT": "fast", "KV_ROWS": "1000000"},
     "host, stock": {"KV": "host"},
     "-nkvo": {},
 }
 ALL_ON_GPU = ("-ngl", "99", "--no-warmup", "-t", "4", "-fa", "on")
 OFF = {"prefill_mode": "off", "ubatch": 256, "batch": 1024}
 PHASE = {"prefill_mode": "transaction", "ubatch": 128, "batch": 1024, "prefill_ubatch": 1024, "prefill_min_tokens": 256}
-SPARSE_KERNEL = {
-    "heads": 16,
-    "heads_kv": 2,
-    "head_dim": 256,
-    "rope_dim": 64,
-}  # shapes that upstream's sparse kernel takes
+# shapes that upstream's sparse kernel takes; those of the indexer's own kernel, with as many rows as a real model's
+SPARSE_KERNEL = {"heads": 16, "heads_kv": 2, "head_dim": 256, "rope_dim": 64}
+INDEXER_KERNEL = {"idx_dim": 128, "idx_topk": 2048}
 MTP = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
+MTP_ONE = (*MTP[:-1], "1")  # verify batches of 2, which the sparse kernel takes from 8204 rows on
 PROMPTS = (1, 9, 300, 5000, 9000)  # tokens; the sparse kernel begins at 4096 rows
 ANSWER_TOKENS = 64
 BENCH = ("-ngl", "99", "-fa", "1", "-b", "2048", "-ub", "2048", "-t", "8", "-o", "json")
@@ -109,6 +114,60 @@ def check_equal(models: Path) -> list[str]:
     return failures
 
 
+def conversation(
+    model: Path, environment: dict[str, Any], upstream: tuple[str, ...], streams: int, saved: Path
+) -> tuple[list[list], dict]:
+    """What a slot goes through, step by step: tokens with log-probabilities of each, and /phase at the end."""
+    flags = (*ALL_ON_GPU, *upstream, "--slot-save-path", str(saved))
+    loaded = Settings.load(model=model, port=0, upstream=flags, **{**OFF, "ctx": 10240 * streams, **environment})
+    out: list[list] = []
+    with Server(loaded) as server, SlotClient(server.settings.base_url, api_key=server.settings.probe_key) as client:
+
+        def ask(prompt: list[int], n: int = 24, slot: int = 0) -> list[int]:
+            got = client.completion(prompt, n, id_slot=slot, n_probs=3, ignore_eos=True)
+            out.append([(step["id"], step["logprob"]) for step in got.probabilities])
+            return prompt + got.tokens
+
+        first = ask(prompt_tokens(5000, 1, 4000), 150)
+        first = ask([*first, *prompt_tokens(30, 2, 4000)])
+        first = ask([*first, *prompt_tokens(300, 3, 4000)])
+        fork = ask([*first[:4500], *prompt_tokens(40, 4, 4000)])
+        client.save(0, "kv-rows.bin")
+        ask(prompt_tokens(9000, 5, 4000), 64)
+        client.restore(0, "kv-rows.bin")
+        fork = ask([*fork, *prompt_tokens(9, 6, 4000)])
+        for slot in range(1, streams):
+            ask(prompt_tokens(4400 + slot, 6 + slot, 4000), slot=slot)
+        ask([*fork, *prompt_tokens(1, 20, 4000)])
+        return out, client.phase() or {}
+
+
+def check_rows(models: Path) -> list[str]:
+    """Rows: as many as positions (each has its own), fewer (the oldest go), too few for a verify batch."""
+    failures = []
+    model = make_model("tiny", models / "kv-tiny-2048.gguf", **SPARSE_KERNEL, **INDEXER_KERNEL)
+    with tempfile.TemporaryDirectory() as saved:
+        for name, upstream, streams, sizes in (
+            ("one slot", ("-np", "1"), 1, ("auto", "4200")),
+            ("MTP", ("-np", "1", *MTP_ONE), 1, ("4200", "4000")),
+            ("4 streams", ("-np", "4", "-no-kvu"), 4, ("auto",)),
+        ):
+            expected, _ = conversation(model, {"kv": "device"}, upstream, streams, Path(saved))
+            for rows in sizes:
+                environment = {"kv": "host", "select": "fast", "kv_rows": rows}
+                got, phase = conversation(model, environment, upstream, streams, Path(saved))
+                wrong = [step for step, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b]
+                counts = [layer["rows"] for c in phase["kv"]["contexts"] for layer in c["layers"] if layer.get("rows")]
+                looked_up, missed = (sum(count[what] for count in counts) for what in ("looked_up", "missed"))
+                print(f"{name:10} rows {rows:5} {f'DIFFERS in steps {wrong}' if wrong else 'equal':24} "
+                      f"looked up {looked_up}, missed {missed}", flush=True)  # fmt: skip
+                if wrong:
+                    failures.append(f"{name}, rows {rows}: steps {wrong} differ")
+                if not 0 < missed < looked_up:
+                    failures.append(f"{name}, rows {rows}: looked up {looked_up}, missed {missed}")
+    return failures
+
+
 def bench(program: Path, model: Path, variant: str, *args: str, limit_s: float | None = None) -> list[dict[str, Any]]:
     """Rows of llama-bench; none when it took too long. Raises RuntimeError with the end of its log when it failed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
@@ -133,7 +192,8 @@ def speeds(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 def measure(program: Path, model: Path, parts: list[str], depths: str, long: int) -> dict[str, dict[str, float]]:
     variants = ["device, stock", "device, fast", "host, fast"] if "speed" in parts else []
-    variants += ["host, stock"] if "more" in parts else []
+    variants += ["host, none kept", "host, stock"] if "more" in parts else []
+    variants += ["host, all kept"] if "all" in parts else []
     runs: list[tuple[str, tuple[str, ...], float | None]] = []
     runs += [(variant, ("-p", str(long), "-n", "64", "-r", "2"), None) for variant in variants]
     runs += [(variant, ("-p", "0", "-n", "128", "-d", depths, "-r", "1"), None) for variant in variants]
@@ -190,8 +250,9 @@ def main() -> int:
     options.models.mkdir(parents=True, exist_ok=True)
 
     failures = check_equal(options.models) if "equal" in parts else []
+    failures += check_rows(options.models) if "rows" in parts else []
     record: dict[str, Any] = {}
-    if set(parts) - {"equal"}:
+    if set(parts) - {"equal", "rows"}:
         if not options.big.exists():
             make_model("flash-next-small", options.big)
         try:
