@@ -31,7 +31,7 @@ phase_kv_choice phase_kv_choose(phase_kv_mode mode, const phase_kv_facts & facts
         return { false, "only f16 K/V is read in place: other types are converted as a whole for each token (-ctk f16 -ctv f16)" };
     }
     if (!facts.sparse && mode != PHASE_KV_HOST_ALL) {
-        return { false, text("dense attention would read %.0f MiB over the link for each token of a full context, at most %.1f tok/s "
+        return { false, (facts.indexer ? "of models with an indexer, only qwen4exp is known to read nothing but what it picks; " : "") + text("dense attention would read %.0f MiB over the link for each token of a full context, at most %.1f tok/s "
                              "(LLAMA_PHASE_KV=host-all does it all the same)",
                 facts.dense_bytes/MiB, facts.dense_bytes ? PHASE_LINK_BYTES_PER_S/facts.dense_bytes : 0.0) };
     }

@@ -16,6 +16,7 @@ constexpr double PHASE_LINK_BYTES_PER_S = 25e9;
 
 struct phase_kv_facts {
     bool sparse     = false; // the layer picks rows with an indexer
+    bool indexer    = false; // the model has an indexer; when the layer is not `sparse`, its attention is not known to read only what it picks
     bool f16        = false; // K and V; other types are converted as a whole before they are read
     bool flash      = false; // flash attention; without it K/V is read as a whole
     bool capable    = false; // the device reads host memory in place

@@ -35,6 +35,7 @@ ggml_backend_buffer_type_t phase_kv_buffer_type(ggml_backend_buffer_type_t buft,
 
     phase_kv_facts facts;
     facts.sparse     = is_sparse(model, il);
+    facts.indexer    = model.hparams.indexer_top_k > 0;
     facts.f16        = type_k == GGML_TYPE_F16 && (type_v == GGML_TYPE_F16 || hparams.is_mla());
     facts.flash      = !v_trans;
     facts.capable    = host != nullptr;

@@ -25,6 +25,12 @@ TEST(modes) {
     const auto dense = phase_kv_choose(PHASE_KV_HOST, good(false));
     CHECK(!dense.host);
     CHECK(dense.reason.find("at most 1.0 tok/s") != std::string::npos);
+    CHECK(dense.reason.find("indexer") == std::string::npos);
+
+    auto other = good(false);
+    other.indexer = true;
+    CHECK(phase_kv_choose(PHASE_KV_HOST, other).reason.find("only qwen4exp") != std::string::npos);
+    CHECK(phase_kv_choose(PHASE_KV_HOST_ALL, other).host);
 }
 
 TEST(auto_turns_at_half_of_what_is_free) {
