@@ -154,6 +154,49 @@ static bool is_rows_of(const phase_kv_rows & rows, const ggml_tensor * k, const 
         k->nb[3] % k->nb[1] == 0 && k->nb[3]/k->nb[1] == v->nb[3]/v->nb[1];
 }
 
+// Rows that the sparse kernel needs at least, as fattn.cu decides (8 queries fill a tile of its dense kernel). Where this differs from what
+// upstream does, a copy is made for nothing, or host memory is read; the result is the same.
+static int64_t n_sparse_rows(const ggml_tensor * dst) {
+    return std::max<int64_t>(4096, 2*std::min<int64_t>(dst->src[0]->ne[1], 8)*ggml_get_op_params_i32(dst, 4));
+}
+
+phase_cuda_kv_copy::phase_cuda_kv_copy(ggml_backend_cuda_context & ctx, ggml_tensor * dst) : ctx(ctx), node(dst) {
+    const auto * original_k = dst->src[1];
+    const auto * original_v = dst->src[2];
+    const auto * rows = find_rows(original_k);
+    const int64_t n = original_k->ne[1]*original_k->ne[3];
+    if (!rows || !is_rows_of(*rows, original_k, original_v) || original_v->ne[3] != original_k->ne[3] || n > rows->shape.n_slots ||
+            (ggml_get_op_params_i32(dst, 4) > 0 && original_k->ne[1] >= n_sparse_rows(dst))) {
+        return;
+    }
+    own = *dst;
+    k   = *original_k;
+    v   = *original_v;
+
+    const size_t k_bytes = GGML_PAD(n*rows->shape.k_bytes, 256);
+    k.data = ctx.pool().alloc(k_bytes + n*rows->shape.v_bytes, &size);
+    v.data = (char *) k.data + k_bytes;
+    k.nb[3] = k.ne[1]*k.nb[1];
+    v.nb[3] = v.ne[1]*v.nb[1];
+    k.view_src = v.view_src = nullptr;
+    own.src[1] = &k;
+    own.src[2] = &v;
+    node = &own;
+
+    phase_cuda_row_range range {};
+    range.n_rows        = (int32_t) k.ne[1];
+    range.n_sequences   = (int32_t) k.ne[3];
+    range.first_row     = ((const uint8_t *) original_k->data - rows->shape.k)/rows->shape.k_bytes;
+    range.sequence_rows = original_k->nb[3]/original_k->nb[1];
+    CUDA_CHECK(phase_cuda_kv_rows_gather(*rows, range, k.data, v.data, ctx.stream()));
+}
+
+phase_cuda_kv_copy::~phase_cuda_kv_copy() {
+    if (size > 0) {
+        ctx.pool().free(k.data, size);
+    }
+}
+
 phase_cuda_kv_node::phase_cuda_kv_node(ggml_tensor * dst) : node(dst) {
     const auto * original_k = dst->src[1];
     const auto * original_v = dst->src[2];

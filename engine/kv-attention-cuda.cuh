@@ -25,6 +25,23 @@ void         phase_cuda_kv_rows_count(const phase_kv_rows * rows, phase_kv_rows_
 void phase_cuda_kv_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph);
 void phase_cuda_kv_finish(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph);
 
+// A flash attention node whose K and V are copies of all rows, where the kernel is one that reads them all (a short context, or several
+// queries) and the device keeps as many; else `dst` itself.
+class phase_cuda_kv_copy {
+  public:
+    phase_cuda_kv_copy(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
+    ~phase_cuda_kv_copy();
+    phase_cuda_kv_copy(const phase_cuda_kv_copy &) = delete;
+
+    ggml_tensor * get() { return node; }
+
+  private:
+    ggml_backend_cuda_context & ctx;
+    ggml_tensor * node;
+    ggml_tensor   own, k, v;
+    size_t        size = 0; // of the pool memory that both are in
+};
+
 // A flash attention node whose K and V are the rows on the device, where there are such and the lists of `dst` are sure to fit in; else
 // `dst` itself. All its shapes are those of `dst`: sizes decide how sums are split. Lists of rows that are made while this lives become
 // lists of slots, and each row's mask is zero, which it is for all rows that one query selects.

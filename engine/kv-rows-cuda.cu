@@ -45,6 +45,14 @@ struct list_rows {
     }
 };
 
+struct range_rows {
+    phase_cuda_row_range range;
+
+    __host__ __device__ int64_t operator()(int32_t i) const {
+        return range.first_row + (int64_t) (i/range.n_rows)*range.sequence_rows + i%range.n_rows;
+    }
+};
+
 struct written_rows {
     phase_cuda_written written;
 
@@ -134,6 +142,33 @@ __device__ void copy_jobs(const phase_kv_rows & rows) {
 
 __global__ void __launch_bounds__(N_COPY_THREADS) copy_kernel(phase_kv_rows rows) {
     copy_jobs(rows);
+}
+
+__global__ void __launch_bounds__(N_THREADS, 1) find_range_kernel(phase_kv_rows rows, phase_cuda_row_range range) {
+    __shared__ phase_kv_rows_shared shared;
+
+    block_group   g { (int) threadIdx.x, N_THREADS };
+    const int32_t n      = range.n_rows*range.n_sequences;
+    const int32_t n_jobs = phase_kv_rows_lookup(g, rows.state, shared, range_rows { range }, n);
+    if (threadIdx.x == 0) {
+        count(rows, n, n_jobs);
+    }
+}
+
+// A warp puts the K row, the next one the V row in its place.
+__global__ void __launch_bounds__(N_COPY_THREADS) gather_kernel(phase_kv_rows rows, phase_cuda_row_range range, uint8_t * k, uint8_t * v) {
+    const range_rows row_of { range };
+    const int lane    = threadIdx.x % 32;
+    const int warp    = (blockIdx.x*blockDim.x + threadIdx.x)/32;
+    const int n_warps = gridDim.x*blockDim.x/32;
+    const int n       = range.n_rows*range.n_sequences;
+    for (int i = warp; i < 2*n; i += n_warps) {
+        const int64_t slot  = rows.state.map[row_of(i/2)];
+        const size_t  bytes = i % 2 == 0 ? rows.shape.k_bytes : rows.shape.v_bytes;
+        const auto *  src   = (i % 2 == 0 ? rows.k : rows.v) + slot*bytes;
+        auto *        dst   = (i % 2 == 0 ? k : v) + (i/2)*bytes;
+        copy_row((const uint4 *) src, (uint4 *) dst, bytes/16, lane);
+    }
 }
 
 __global__ void __launch_bounds__(N_COPY_THREADS) copy_pending_kernel(copied_layers copied) {
@@ -264,6 +299,18 @@ cudaError_t phase_cuda_kv_rows_find(const phase_kv_rows & rows, const phase_cuda
     }
     find_kernel<<<1, N_THREADS, 0, stream>>>(rows, lists);
     copy_kernel<<<N_COPY_BLOCKS, N_COPY_THREADS, 0, stream>>>(rows);
+    return cudaGetLastError();
+}
+
+cudaError_t phase_cuda_kv_rows_gather(const phase_kv_rows & rows, const phase_cuda_row_range & range, void * k, void * v, cudaStream_t stream) {
+    const int64_t n = (int64_t) range.n_rows*range.n_sequences;
+    if (n > rows.state.n_slots) {
+        return cudaErrorInvalidValue;
+    }
+    find_range_kernel<<<1, N_THREADS, 0, stream>>>(rows, range);
+    copy_kernel<<<N_COPY_BLOCKS, N_COPY_THREADS, 0, stream>>>(rows);
+    const int n_blocks = (int) std::min<int64_t>(4*N_COPY_BLOCKS, (2*n*32 + N_COPY_THREADS - 1)/N_COPY_THREADS);
+    gather_kernel<<<n_blocks, N_COPY_THREADS, 0, stream>>>(rows, range, (uint8_t *) k, (uint8_t *) v);
     return cudaGetLastError();
 }
 

@@ -35,6 +35,14 @@ struct phase_cuda_row_lists {
     int32_t         sequence_rows; // from one sequence to the next
 };
 
+// All rows of some sequences, from the first on.
+struct phase_cuda_row_range {
+    int32_t n_rows;        // of a sequence
+    int32_t n_sequences;
+    int32_t first_row;     // of the first sequence
+    int32_t sequence_rows; // from one sequence to the next
+};
+
 // The rows that a graph writes to one layer.
 struct phase_cuda_written {
     const phase_kv_rows * rows;
@@ -52,6 +60,10 @@ void phase_cuda_kv_rows_forget_all(phase_kv_rows * rows);
 
 // Queues two kernels: lookup, which turns rows into slots, then copy. May be captured. n_lists*n_max at most n_slots.
 cudaError_t phase_cuda_kv_rows_find(const phase_kv_rows & rows, const phase_cuda_row_lists & lists, cudaStream_t stream);
+
+// Queues three kernels: lookup, copy, and one that puts the rows side by side: k and v [n_sequences][n_rows]. May be captured. At most
+// n_slots rows in all.
+cudaError_t phase_cuda_kv_rows_gather(const phase_kv_rows & rows, const phase_cuda_row_range & range, void * k, void * v, cudaStream_t stream);
 
 // Queues, before the writes, a kernel that forgets what is written; more rows than n_in_place become pending.
 cudaError_t phase_cuda_kv_rows_forget(const phase_cuda_written * written, int n, int32_t n_in_place, cudaStream_t stream);

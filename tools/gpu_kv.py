@@ -190,13 +190,18 @@ def speeds(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def measure(program: Path, model: Path, parts: list[str], depths: str, long: int) -> dict[str, dict[str, float]]:
+def measure(
+    program: Path, model: Path, parts: list[str], depths: str, long: int, named: list[str]
+) -> dict[str, dict[str, float]]:
     variants = ["device, stock", "device, fast", "host, fast"] if "speed" in parts else []
     variants += ["host, none kept", "host, stock"] if "more" in parts else []
     variants += ["host, all kept"] if "all" in parts else []
+    variants = named or variants
     runs: list[tuple[str, tuple[str, ...], float | None]] = []
     runs += [(variant, ("-p", str(long), "-n", "64", "-r", "2"), None) for variant in variants]
     runs += [(variant, ("-p", "0", "-n", "128", "-d", depths, "-r", "1"), None) for variant in variants]
+    if not long:
+        runs = [run for run in runs if run[1][0] == "-p" and run[1][1] == "0"]
     if "stock" in parts:
         args = ("-nkvo", "1", "-p", "0", "-n", "16", "-r", "1", "-d")
         runs += [("-nkvo", (*args, depth), STOCK_LIMIT_S) for depth in ("8192", "32768")]
@@ -242,11 +247,17 @@ def main() -> int:
     parser.add_argument("--big", type=Path, default=Path("/dev/shm/llama-phase/fns.gguf"))
     parser.add_argument("--parts", default="equal,speed,stock")
     parser.add_argument("--depths", default="2048,8192,32768,131072")
-    parser.add_argument("--long", type=int, default=32768, help="tokens of the long prompt")
+    parser.add_argument("--long", type=int, default=32768, help="tokens of the long prompt, 0: none")
+    parser.add_argument(
+        "--variants", default="", help=f"instead of the parts' own, between semicolons: {'; '.join(VARIANTS)}"
+    )
     parser.add_argument("--program", type=Path, default=Path("build/cuda/bin/llama-bench"))
     parser.add_argument("--json", type=Path, default=Path(os.environ.get("OUT", ".")) / "gpu_kv.json")
     options = parser.parse_args()
     parts = options.parts.split(",")
+    named = [name.strip() for name in options.variants.split(";") if name.strip()]
+    if unknown := set(named) - set(VARIANTS):
+        parser.error(f"no such variants: {', '.join(sorted(unknown))}")
     options.models.mkdir(parents=True, exist_ok=True)
 
     failures = check_equal(options.models) if "equal" in parts else []
@@ -256,7 +267,7 @@ def main() -> int:
         if not options.big.exists():
             make_model("flash-next-small", options.big)
         try:
-            record["speed"] = measure(options.program, options.big, parts, options.depths, options.long)
+            record["speed"] = measure(options.program, options.big, parts, options.depths, options.long, named)
             if "vram" in parts:
                 record["vram"] = {place: vram_per_token(options.big, place) for place in PLACES}
                 print(record["vram"], flush=True)

@@ -201,6 +201,33 @@ static void test_random(int n_rows, int n_slots, int n_sequences, int n_steps) {
     CHECK(cudaStreamDestroy(stream));
 }
 
+// all rows of some sequences side by side
+static void test_gather(int n_rows, int n_slots, int n_sequences, int n) {
+    layer kept(n_rows, n_slots);
+    const int stride = n_rows/n_sequences, first = stride > n ? 1 : 0;
+    device_array<uint8_t> k((size_t) n*n_sequences*K_BYTES), v((size_t) n*n_sequences*V_BYTES);
+    for (int turn = 0; turn < 3; ++turn) {
+        CHECK(phase_cuda_kv_rows_gather(*kept.rows, { n, n_sequences, first, stride }, k.data, v.data, cudaStreamPerThread));
+        CHECK(cudaStreamSynchronize(cudaStreamPerThread));
+        const auto got_k = k.get((size_t) n*n_sequences*K_BYTES), got_v = v.get((size_t) n*n_sequences*V_BYTES);
+        bool same = true;
+        for (int i = 0; i < n*n_sequences; ++i) {
+            const size_t row = first + (i/n)*stride + i%n;
+            same = same && std::memcmp(&got_k[(size_t) i*K_BYTES], kept.k + row*K_BYTES, K_BYTES) == 0;
+            same = same && std::memcmp(&got_v[(size_t) i*V_BYTES], kept.v + row*V_BYTES, V_BYTES) == 0;
+        }
+        report(same, "side by side", n, n_slots);
+        report(kept.consistent(), "tables", n, n_slots);
+        report(kept.rows->counters->missed == (uint64_t) n*n_sequences*(turn/2 + 1), "copied once", turn, n_slots);
+        if (turn == 1) {
+            phase_cuda_kv_rows_forget_all(kept.rows);
+            for (int row = 0; row < n_rows; ++row) {
+                kept.change(row);
+            }
+        }
+    }
+}
+
 static void test_policy() {
     layer                 kept(5000, 3000);
     device_array<int32_t> lists(3000), counts(1);
@@ -288,6 +315,9 @@ int main(int argc, char ** argv) {
         test_random(30000, 20000, n_sequences, small ? 2 : 20);
     }
     test_policy();
+    test_gather(1000, 1000, 1, 256);
+    test_gather(1000, 512, 2, 256);
+    test_gather(20000, 17000, 4, small ? 256 : 4096);
     if (!small) {
         for (const int n_slots : { 8192, 16384, 65536, 131072 }) {
             for (const int n_missing : { 0, 1, 32, 2051 }) {
