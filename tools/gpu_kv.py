@@ -198,10 +198,8 @@ def measure(
     variants += ["host, all kept"] if "all" in parts else []
     variants = named or variants
     runs: list[tuple[str, tuple[str, ...], float | None]] = []
-    runs += [(variant, ("-p", str(long), "-n", "64", "-r", "2"), None) for variant in variants]
+    runs += [(variant, ("-p", str(long), "-n", "64", "-r", "2"), None) for variant in variants if long]
     runs += [(variant, ("-p", "0", "-n", "128", "-d", depths, "-r", "1"), None) for variant in variants]
-    if not long:
-        runs = [run for run in runs if run[1][0] == "-p" and run[1][1] == "0"]
     if "stock" in parts:
         args = ("-nkvo", "1", "-p", "0", "-n", "16", "-r", "1", "-d")
         runs += [("-nkvo", (*args, depth), STOCK_LIMIT_S) for depth in ("8192", "32768")]
