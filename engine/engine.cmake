@@ -15,6 +15,7 @@ set(LLAMA_PHASE_SOURCES
     ${LLAMA_PHASE_ENGINE_DIR}/kpool-memo.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/kv-buffer.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/kv-place.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/kv-rows-host.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-api.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-chunks.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-config.cpp

@@ -2,6 +2,7 @@
 
 #include "expert-store.h"
 #include "kv-op.h"
+#include "kv-rows-host.h"
 #include "phase-config.h"
 #include "phase-steps.h"
 #include "transaction.h"
@@ -31,7 +32,9 @@ struct buffer_context {
     void *                    base = nullptr;
     size_t                    size = 0;
     const phase_backend_api * api  = nullptr;
-    std::vector<kept_rows>    kept; // with `api` only
+    std::vector<kept_rows>    kept;
+
+    const phase_backend_api & rows_api() const { return api ? *api : phase_kv_rows_host_api(); }
 };
 
 // by the address of K: figures are asked for by threads that do not know which buffers live
@@ -51,7 +54,7 @@ void free_buffer(ggml_backend_buffer_t buffer) {
     for (const auto & layer : ctx.kept) {
         std::lock_guard<std::mutex> guard(kept_lock);
         kept_of_k.erase(layer.shape.k);
-        ctx.api->kv_rows_free(layer.rows);
+        ctx.rows_api().kv_rows_free(layer.rows);
     }
     if (ctx.api) {
         ctx.api->host_free(ctx.base);
@@ -68,7 +71,7 @@ void forget(ggml_backend_buffer_t buffer, const void * data) {
         const auto & [k, v, k_bytes, v_bytes, n_rows, n_slots] = layer.shape;
         const auto in = [&](const uint8_t * begin, size_t row_bytes) { return data >= begin && data < begin + n_rows*row_bytes; };
         if (!data || in(k, k_bytes) || in(v, v_bytes)) {
-            ctx.api->kv_rows_reset(layer.rows);
+            ctx.rows_api().kv_rows_reset(layer.rows);
         }
     }
 }
@@ -162,9 +165,6 @@ bool phase_kv_is_host_buffer_type(ggml_backend_buffer_type_t buft) {
 
 std::string phase_kv_keep_rows(const ggml_tensor * k, const ggml_tensor * v, int64_t n_slots) {
     auto & ctx = context_of(k->buffer);
-    if (!ctx.api || !ctx.api->kv_rows_new) {
-        return "the device has no memory of its own";
-    }
     phase_kv_rows_shape shape {};
     shape.k       = (const uint8_t *) k->data;
     shape.v       = (const uint8_t *) v->data;
@@ -174,12 +174,12 @@ std::string phase_kv_keep_rows(const ggml_tensor * k, const ggml_tensor * v, int
     shape.n_slots = (int32_t) n_slots;
 
     phase_kv_rows * rows = nullptr;
-    if (const char * error = ctx.api->kv_rows_new(ggml_backend_buft_get_device(k->buffer->buft), &shape, &rows)) {
+    if (const char * error = ctx.rows_api().kv_rows_new(ggml_backend_buft_get_device(k->buffer->buft), &shape, &rows)) {
         return error;
     }
     ctx.kept.push_back({ rows, shape });
     std::lock_guard<std::mutex> guard(kept_lock);
-    kept_of_k[k->data] = { ctx.api, ctx.kept.back() };
+    kept_of_k[k->data] = { &ctx.rows_api(), ctx.kept.back() };
     return "";
 }
 
@@ -192,4 +192,17 @@ int64_t phase_kv_rows_kept(const void * k, phase_kv_rows_counters * counters) {
     }
     at->second.first->kv_rows_count(at->second.second.rows, counters);
     return at->second.second.shape.n_slots;
+}
+
+phase_kv_rows * phase_kv_rows_on_host(const ggml_tensor * k) {
+    const auto * buffer = k->buffer;
+    // a context that only measures has buffers without memory
+    if (buffer && buffer->context && phase_kv_is_host_buffer_type(buffer->buft) && !context_of(k->buffer).api) {
+        for (const auto & layer : context_of(k->buffer).kept) {
+            if (layer.shape.k == k->data) {
+                return layer.rows;
+            }
+        }
+    }
+    return nullptr;
 }

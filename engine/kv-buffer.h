@@ -10,8 +10,9 @@
 
 #include "ggml-backend.h"
 
-#include <functional>
 #include <string>
+
+struct phase_kv_rows;
 
 // "<device>_KV_Host", one for each device and process; null when the device's backend offers no such memory.
 ggml_backend_buffer_type_t phase_kv_host_buffer_type(ggml_backend_dev_t dev);
@@ -22,5 +23,8 @@ std::string phase_kv_keep_rows(const ggml_tensor * k, const ggml_tensor * v, int
 
 // How many positions are kept of the layer whose K is at this address; 0 and zeros when there is no such layer. Any thread.
 int64_t phase_kv_rows_kept(const void * k, phase_kv_rows_counters * counters);
+
+// Those of kv-rows-host.h, of the layer whose K this is; null: none.
+phase_kv_rows * phase_kv_rows_on_host(const ggml_tensor * k);
 
 bool phase_kv_is_host_buffer_type(ggml_backend_buffer_type_t buft);

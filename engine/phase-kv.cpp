@@ -3,6 +3,7 @@
 #include "expert-store.h"
 #include "kv-buffer.h"
 #include "kv-place.h"
+#include "kv-rows-host.h"
 
 #include "llama-impl.h"
 #include "llama-model.h"
@@ -75,8 +76,8 @@ void phase_kv_keep_rows(const llama_model & model, const std::vector<phase_kv_la
         }
     }
     for (const auto & [dev, own] : of_device) {
-        if (ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
-            continue;
+        if (ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU && phase_config_load().kv_rows <= 0) {
+            continue; // it has no memory of its own: only for tests
         }
         const int64_t n_rows = own[0].k->ne[1]*own[0].k->ne[2];
         uint64_t      bytes  = 0;
@@ -148,7 +149,11 @@ static ggml_tensor * copy_once(ggml_context * ctx, ggml_tensor * view, ggml_tens
     return last;
 }
 
-void phase_kv_stage(ggml_context * ctx, int64_t n_tokens, ggml_tensor *& k, ggml_tensor *& v) {
+void phase_kv_stage(ggml_context * ctx, ggml_cgraph * gf, int64_t n_tokens, ggml_tensor *& k, ggml_tensor *& v, ggml_tensor * mask) {
+    if (auto * rows = k->view_src ? phase_kv_rows_on_host(k->view_src) : nullptr) {
+        phase_kv_rows_host_attend(ctx, gf, rows, n_tokens, k, v, mask);
+        return;
+    }
     if (n_tokens <= PHASE_KV_IN_PLACE_TOKENS || !is_in_host_memory(k)) {
         return;
     }

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <vector>
 
+struct ggml_cgraph;
 struct ggml_context;
 struct ggml_tensor;
 struct llama_hparams;
@@ -53,7 +54,7 @@ ggml_backend_buffer_type_t phase_kv_counted_as(ggml_backend_buffer_type_t buft);
 // Replaces views of a K/V cache in host memory by copies where a batch of `n_tokens` reads them more than once. `v` may be a view of `k`
 // (MLA), and stays one. Has to be called behind the nodes that write the new rows. Calls with the same views in one graph, for parts of
 // its tokens, get the same copies.
-void phase_kv_stage(ggml_context * ctx, int64_t n_tokens, ggml_tensor *& k, ggml_tensor *& v);
+void phase_kv_stage(ggml_context * ctx, ggml_cgraph * gf, int64_t n_tokens, ggml_tensor *& k, ggml_tensor *& v, ggml_tensor * mask);
 
 // Fills in the mask of attention as llama_kv_cache::set_input_kq_mask does, from what kpool-memo.h keeps where that says enough.
 void phase_set_kq_mask(const llama_memory_hybrid_context * mctx, ggml_tensor * mask, const llama_ubatch * ubatch, bool causal);

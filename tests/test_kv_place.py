@@ -51,6 +51,12 @@ def places(server: EngineServer, member: int = 0) -> dict[str, Any]:
     return server.phase()["kv"]["contexts"][member]
 
 
+def rows_found(server: EngineServer, member: int = 0) -> tuple[int, int]:
+    """Positions that attention read of layers whose rows are kept as well, and how many had to be copied first."""
+    kept = [layer["rows"] for layer in places(server, member)["layers"] if "rows" in layer]
+    return sum(rows["looked_up"] for rows in kept), sum(rows["missed"] for rows in kept)
+
+
 @pytest.mark.parametrize("n", [1, 9, 1000, 5000])
 @pytest.mark.parametrize("model", SPARSE)
 def test_host_equals_device(servers: KvFleet, prompt, model: str, n: int) -> None:
@@ -190,3 +196,75 @@ def test_memory_that_cannot_be_had(engine, model_path) -> None:
     assert ended.returncode != 0
     assert "no 4 MiB of host memory for K/V" in ended.stderr + ended.stdout
     assert "LLAMA_PHASE_KV=device" in ended.stderr + ended.stdout
+
+
+# Positions that the device keeps as well; an attention layer of these models picks up to 259 per token. 300: the oldest
+# go, and a verify batch may need more than there are; 100: too few for any token past them; 8192: each has its own.
+ROWS = ["300", "100", "8192"]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_kept_rows_are_the_rows(servers: KvFleet, prompt, rows: str) -> None:
+    """A conversation that grows, forks and goes back; the answers are those of K/V on the device."""
+    model = "qwen4exp-no-ple-exact"
+    host, device = servers.host(model, env={"LLAMA_PHASE_KV_ROWS": rows}), servers.device(model)
+    history: list[int] = []
+    for turn, n_new in enumerate((50, 700, 20, 300, 9, 1)):
+        history += prompt(model, n_new, seed=60 + turn)
+        of_host, of_device = both(host, device, history, n=40, cache=turn > 0)
+        assert of_host == of_device, f"turn {turn + 1}"
+        history += of_host.tokens
+    for length in (900, 200):
+        fork = [*history[:length], *prompt(model, 50, seed=length)]
+        of_host, of_device = both(host, device, fork, n=40, cache=True)
+        assert of_host == of_device
+    looked_up, missed = rows_found(host)
+    assert 0 < missed < looked_up
+    assert f"llama_phase_kv_rows_missed_total {missed}" in host.metrics_text()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_kept_rows_in_verify_batches(servers: KvFleet, prompt, rows: str) -> None:
+    """2 to 8 queries look up the union of their rows, where that fits."""
+    model, args = "qwen4exp", ("--spec-type", "draft-mtp", "--spec-draft-n-max", "7")
+    host, device = servers.host(model, *args, env={"LLAMA_PHASE_KV_ROWS": rows}), servers.device(model, *args)
+    for n in (5, 1500, 40):
+        of_host, of_device = both(host, device, prompt(model, n), n=40)
+        assert of_host == of_device
+    assert rows_found(host)[0] > 0
+
+
+@pytest.mark.parametrize("unified", ["-kvu", "-no-kvu"])
+def test_kept_rows_of_four_slots(servers: KvFleet, prompt, unified: str) -> None:
+    """At once; then one after the other, over what the others left."""
+    model, sizes = "qwen4exp-no-ple-exact", {"ctx": 4 * 2048, "parallel": 4}
+    host = servers.host(model, unified, env={"LLAMA_PHASE_KV_ROWS": "1500"}, **sizes)
+    device = servers.device(model, unified, **sizes)
+    prompts = [prompt(model, n, seed=n) for n in (1500, 30, 700, 9)]
+    for workers in (4, 1):
+        with ThreadPoolExecutor(workers) as pool:
+            answers = list(pool.map(lambda tokens: host.complete(tokens, n=16), prompts))
+        for tokens, answer in zip(prompts, answers, strict=True):
+            assert_same_but_for_ties(answer.tokens, device.complete(tokens, n=16))
+    assert rows_found(host)[1] > 0
+
+
+@pytest.mark.parametrize("rows", ["300", "8192"])
+def test_kept_rows_of_a_state_that_is_replaced(servers: KvFleet, prompt, tmp_path, rows: str) -> None:
+    """Saved, another conversation in its place, restored: of neither is anything kept where the other's rows are."""
+    model = "qwen4exp"
+    context = prompt(model, 900)
+    question = [*context, *prompt(model, 30, seed=3)]
+    args = (*server_args(DECODE_UBATCH, ctx=4096), "--slot-save-path", str(tmp_path))
+    server = servers.fresh(model, *args, env=HOST | {"LLAMA_PHASE_KV_ROWS": rows})
+    try:
+        server.complete(context, n=1)
+        assert server.http.post("/slots/0?action=save", json={"filename": "context"}).status_code == 200
+        undisturbed = server.complete(question, n=40, cache=True)
+        server.complete(prompt(model, 1200, seed=2), n=40)
+        assert server.http.post("/slots/0?action=restore", json={"filename": "context"}).status_code == 200
+        restored = server.complete(question, n=40, cache=True)
+    finally:
+        server.stop()
+    assert restored.n_cached == undisturbed.n_cached > 0
+    assert restored == undisturbed
