@@ -7,21 +7,26 @@ namespace {
 
 constexpr double   COST_WINDOW    = 32;   // samples of a moving mean
 constexpr uint32_t COST_ENOUGH    = 3;    // samples after which a size counts as measured
-constexpr double   COST_OUTLIER   = 4.0;  // times the mean: cut off there
+constexpr double   COST_OUTLIER   = 1.5;  // times the mean: cut off there
 constexpr double   COST_DRIFT     = 0.3;  // of the anchor
 constexpr double   FADED_TRIALS   = 32;
 constexpr double   PRIOR_WEIGHT   = 16;   // trials that a prior is worth
-constexpr double   FIRST_RATE     = 0.8;  // of the first position, before anything is known
-constexpr uint32_t SETTLE_ROUNDS  = 2;    // after a change: graphs are planned and captured anew
+constexpr double   FIRST_RATE     = 0.7;  // of the first position, before anything is known
+constexpr double   FIRST_WEIGHT   = 2;
+constexpr uint32_t NEW_ROUNDS     = 2;    // of a size that comes up for the first time: its graph is planned, then captured
+constexpr uint32_t SETTLE_ROUNDS  = 1;    // after a change: graphs may not be kept
+constexpr uint32_t EXPLORE_RUN    = SETTLE_ROUNDS + 1;        // rounds of one depth while depths are tried in turn
+constexpr uint32_t EXPLORE_ROUNDS = NEW_ROUNDS + EXPLORE_RUN*COST_ENOUGH; // of each
 constexpr uint32_t DECIDE_EVERY   = 8;    // rounds
 constexpr double   GAIN           = 1.03; // what a change has to win
-constexpr uint32_t EXPLORE_ROUNDS = SETTLE_ROUNDS + COST_ENOUGH;
-constexpr uint32_t PROBE_ROUNDS   = SETTLE_ROUNDS + 4;
-constexpr uint32_t PROBE_EVERY    = 64;   // rounds; doubled by each probe that changed nothing
+constexpr uint32_t PROBE_ROUNDS   = SETTLE_ROUNDS + 3;
+constexpr uint32_t PROBE_FIRST    = 16;   // rounds; doubled by each probe that changed nothing
 constexpr uint32_t PROBE_SELDOM   = 512;
-constexpr uint32_t EXPLORE_AGAIN  = 256;  // rounds after which times that drifted have all measured anew; doubled each time
+constexpr uint32_t PROBE_HOPELESS = 256;  // at least, for a depth that looks worse than HOPELESS; at most, for a new sequence's first
+constexpr double   HOPELESS       = 0.8;  // of the tokens per millisecond of the depth in use
+constexpr uint32_t EXPLORE_AGAIN  = 64;   // rounds after which times that drifted have all measured anew; doubled each time
 constexpr uint32_t EXPLORE_SELDOM = 8192;
-constexpr int32_t  FIRST_DEPTH    = 3;    // upstream's default
+constexpr int32_t  EXPLORED[]     = { 3, 0, 1 }; // depths, tried in turn; deeper ones lie on the line through these until they are chosen
 
 } // namespace
 
@@ -29,21 +34,21 @@ constexpr int32_t  FIRST_DEPTH    = 3;    // upstream's default
 // cost
 //
 
-void draft_cost::add(int32_t size, double ms) {
+void draft_cost::add(int32_t size, double ms, bool move_others) {
     auto & e = measured[size];
     if (e.n >= COST_ENOUGH) {
         ms = std::min(ms, COST_OUTLIER*e.ms);
     }
     e.n++;
-    const double moved = (ms - e.ms)/std::min<double>(e.n, COST_WINDOW);
-    e.ms += moved;
+    const double before = e.ms;
+    e.ms += (ms - e.ms)/std::min<double>(e.n, COST_WINDOW);
     if (e.n <= COST_ENOUGH && e.anchor == 0.0) {
         e.anchor = e.ms;
     }
-    if (e.n > COST_WINDOW) {
+    if (move_others && e.n > COST_ENOUGH && before > 0.0) {
         for (auto & [other, o] : measured) {
             if (other != size) {
-                o.ms = std::max(o.ms + moved, 0.0);
+                o.ms *= e.ms/before;
             }
         }
     }
@@ -51,7 +56,7 @@ void draft_cost::add(int32_t size, double ms) {
 
 void draft_cost::renew(int32_t size) {
     if (const auto it = measured.find(size); it != measured.end()) {
-        it->second.n = 1;
+        it->second.n = std::min(it->second.n, 2u);
     }
 }
 
@@ -81,7 +86,8 @@ double draft_cost::at(int32_t size) const {
     }
     const auto   below = std::prev(above);
     const double slope = (above->second.ms - below->second.ms)/(above->first - below->first);
-    return std::max(below->second.ms + slope*(size - below->first), 0.0);
+    const double least = size > above->first ? above->second.ms : 0.0; // more tokens are never faster, whatever the noise says
+    return std::max(below->second.ms + slope*(size - below->first), least);
 }
 
 //
@@ -110,14 +116,14 @@ void draft_acceptance::fade() {
 }
 
 double draft_acceptance::rate(size_t position, const draft_acceptance * prior) const {
-    double lean = FIRST_RATE;
-    if (prior) {
-        lean = prior->rate(position);
-    } else if (position > 0) {
-        lean = rate(position - 1);
+    double lean   = FIRST_RATE;
+    double weight = FIRST_WEIGHT;
+    if (prior || position > 0) {
+        lean   = prior ? prior->rate(position) : rate(position - 1);
+        weight = PRIOR_WEIGHT;
     }
     const counts p = position < positions.size() ? positions[position] : counts();
-    return (p.hits + PRIOR_WEIGHT*lean)/(p.trials + PRIOR_WEIGHT);
+    return (p.hits + weight*lean)/(p.trials + weight);
 }
 
 double draft_acceptance::expected(int32_t depth, const draft_acceptance * prior) const {
@@ -147,13 +153,21 @@ void draft_depth::prompt(int32_t seq) {
 
 void draft_depth::begin(int32_t seq) {
     prompts.erase(seq);
-    sequences[seq] = sequence();
+    sequence s;
+    s.home          = last.home;
+    s.n_since_probe = last.n_since_probe;
+    s.probe_every   = std::min(last.probe_every, PROBE_HOPELESS); // its text may be another one
+    s.probe_deeper  = last.probe_deeper;
+    sequences[seq]  = s;
     current.disturbed = true;
 }
 
 void draft_depth::end(int32_t seq) {
     prompts.erase(seq);
-    sequences.erase(seq);
+    if (const auto it = sequences.find(seq); it != sequences.end()) {
+        last = it->second.home >= 0 ? it->second : last;
+        sequences.erase(it);
+    }
     current.disturbed = true;
 }
 
@@ -199,23 +213,30 @@ void draft_depth::close_round(double now_ms) {
     int32_t size    = 0;
     int32_t deepest = 0;
     for (const auto & [seq, tokens] : current.tokens) {
-        const auto it = sequences.find(seq);
-        settled = settled && it != sequences.end() && it->second.n_since_change > SETTLE_ROUNDS;
-        size   += tokens;
+        size += tokens;
     }
     for (const auto & [seq, depth] : current.depths) {
+        const auto     it     = sequences.find(seq);
+        const uint32_t settle = verify.entries().count(size) ? SETTLE_ROUNDS : NEW_ROUNDS;
+        settled = settled && it != sequences.end() && it->second.n_since_change >= (current.exploring ? SETTLE_ROUNDS : settle) &&
+            (!current.exploring || visits[depth] > NEW_ROUNDS);
         deepest = std::max(deepest, depth);
     }
-    if (settled) {
-        if (deepest > 0) {
-            draft.add(deepest, current.draft_ms);
-        }
-        verify.add(size, now_ms - current.begin_ms - (deepest > 0 ? current.draft_ms : 0.0));
-        if (++n_since_explored > explore_after && verify.drifted(size)) {
-            n_since_explored = 0;
-            explore_after    = std::min(2*explore_after, EXPLORE_SELDOM);
-            explored.clear();
-            verify.anchor();
+    if (!settled) {
+        return;
+    }
+    if (deepest > 0) {
+        draft.add(deepest, current.draft_ms, !current.exploring);
+    }
+    verify.add(size, now_ms - current.begin_ms - (deepest > 0 ? current.draft_ms : 0.0), !current.exploring);
+    if (++n_since_explored > explore_after && !current.exploring && verify.drifted(size)) {
+        n_since_explored = 0;
+        explore_after    = std::min(2*explore_after, EXPLORE_SELDOM);
+        verify.anchor();
+        for (auto & [depth, n] : visits) {
+            n = NEW_ROUNDS;
+            verify.renew(depth + 1);
+            draft.renew(depth);
         }
     }
 }
@@ -242,7 +263,7 @@ int32_t draft_depth::best(int32_t seq, const sequence & s, int32_t cap) const {
     int32_t found = std::min(std::max(s.home, 0), cap);
     double  most  = (s.home < 0 ? 1.0 : GAIN)*score(seq, s, found);
     for (int32_t depth = 0; depth <= cap; ++depth) {
-        const double one = score(seq, s, depth);
+        const double one = (depth == 0 ? GAIN : 1.0)*score(seq, s, depth); // drafts have to win something, too
         if (one > most) {
             most  = one;
             found = depth;
@@ -251,49 +272,71 @@ int32_t draft_depth::best(int32_t seq, const sequence & s, int32_t cap) const {
     return found;
 }
 
-// The times of a few depths come first; -1 when they are known. With several sequences sizes differ from round to round, and lines
-// through what is known have to do.
-int32_t draft_depth::unexplored(const sequence & s, int32_t cap) {
+// The times of a few depths come first, the least tried one next; -1 when they are known. With several sequences sizes differ from
+// round to round, and lines through what is known have to do.
+int32_t draft_depth::unexplored(int32_t cap) const {
     if (sequences.size() > 1) {
         return -1;
     }
-    if (s.depth >= 0 && s.depth <= cap && !explored.count(s.depth)) {
-        if (s.n_since_change <= EXPLORE_ROUNDS) {
-            return s.depth;
+    int32_t  next  = -1;
+    uint32_t least = EXPLORE_ROUNDS; // visits, measured or not: drafts may end early, so a size may never come up
+    for (const int32_t wanted : EXPLORED) {
+        const int32_t depth = std::min(wanted, cap);
+        const auto    it    = visits.find(depth);
+        const auto    n     = it == visits.end() ? 0 : it->second;
+        if (n % EXPLORE_RUN != 0) {
+            return depth;
         }
-        explored.insert(s.depth); // measured or not: drafts may end early, so the size may never come up
+        if (n < least) {
+            least = n;
+            next  = depth;
+        }
     }
-    for (const int32_t depth : { std::min(FIRST_DEPTH, cap), 0, cap, 1 }) {
-        if (depth <= cap && !explored.count(depth)) {
+    return next;
+}
+
+void draft_depth::set_depth(sequence & s, int32_t depth) {
+    if (s.depth != depth) {
+        if (s.depth == 0 && !current.exploring) { // what was seen before is old
+            s.acceptance.fade();
+            acceptance.fade();
+        }
+        if (!current.exploring) {
+            verify.renew(depth + 1);
+            draft.renew(depth);
+        }
+        s.depth          = depth;
+        s.n_since_change = 0;
+    }
+}
+
+// a neighbour whose turn it is, -1 for none
+int32_t draft_depth::to_probe(int32_t seq, const sequence & s, int32_t cap) const {
+    if (s.n_since_probe < s.probe_every || cap == 0) {
+        return -1;
+    }
+    const double now    = score(seq, s, s.home);
+    const bool   deeper = s.home == 0 || (s.probe_deeper && s.home < cap);
+    for (const int32_t depth : { s.home + (deeper ? 1 : -1), s.home + (deeper ? -1 : 1) }) {
+        if (depth >= 0 && depth <= cap && (s.n_since_probe >= PROBE_HOPELESS || score(seq, s, depth) >= HOPELESS*now)) {
             return depth;
         }
     }
     return -1;
 }
 
-void draft_depth::set_depth(sequence & s, int32_t depth) {
-    if (s.depth != depth) {
-        if (s.depth == 0) { // what was seen before is old
-            s.acceptance.fade();
-            acceptance.fade();
-        }
-        verify.renew(depth + 1);
-        draft.renew(depth);
-        s.depth          = depth;
-        s.n_since_change = 0;
-    }
-}
-
 int32_t draft_depth::decide(int32_t seq, sequence & s, int32_t cap, bool may_explore) {
     s.n_since_change++;
     s.n_since_probe++;
 
-    if (const int32_t depth = may_explore ? unexplored(s, cap) : -1; depth >= 0) {
+    if (const int32_t depth = may_explore ? unexplored(cap) : -1; depth >= 0) {
+        current.exploring = true;
+        visits[depth]++;
         set_depth(s, depth);
         s.probe_left = 1; // ends with the next round
         return depth;
     }
-    const bool first  = s.home < 0;
+    const bool first  = s.depth < 0;
     const bool probed = s.probe_left > 0 && --s.probe_left == 0;
 
     if (s.probe_left > 0) {
@@ -302,22 +345,21 @@ int32_t draft_depth::decide(int32_t seq, sequence & s, int32_t cap, bool may_exp
     if (first || probed || s.depth > cap || s.n_since_change % DECIDE_EVERY == 0) {
         const int32_t depth = best(seq, s, cap);
         const bool    moved = depth != s.home;
-        if (moved) {
-            s.probe_every   = PROBE_EVERY;
+        if (s.probe_every == 0 || (moved && !first)) {
+            s.probe_every   = PROBE_FIRST;
             s.n_since_probe = 0;
         } else if (probed) {
             s.probe_every = std::min(2*s.probe_every, PROBE_SELDOM);
         }
-        counters.n_changes += moved && !first;
+        counters.n_changes += moved && s.home >= 0;
         s.home = depth;
         set_depth(s, depth);
-    } else if (s.n_since_probe >= s.probe_every && cap > 0) {
-        const bool deeper = s.home == 0 || (s.probe_deeper && s.home < cap);
-        s.probe_deeper    = !s.probe_deeper;
-        s.probe_left      = PROBE_ROUNDS;
-        s.n_since_probe   = 0;
+    } else if (const int32_t depth = to_probe(seq, s, cap); depth >= 0) {
+        s.probe_deeper  = depth < s.home;
+        s.probe_left    = PROBE_ROUNDS;
+        s.n_since_probe = 0;
         counters.n_probes++;
-        set_depth(s, s.home + (deeper ? 1 : -1));
+        set_depth(s, depth);
     }
     return s.depth;
 }

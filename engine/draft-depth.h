@@ -11,6 +11,9 @@
 // sequences' depths given. A change needs a gain (hysteresis), and now and then a neighbouring depth is tried for a few rounds, so
 // that times and acceptances that changed are noticed, at depth 0 too.
 //
+// Times drift (expert slots that fill, a context that grows) by more than depths differ. So depths are compared by rounds that lie close
+// together: the first ones are tried in turn, and what moves the time of one size moves the others' by the same factor.
+//
 // Events of a sequence: prompt, begin (its prompt is done), end. Events of a round: choose() for each sequence, drafted(),
 // verified() for each draft; the next round's first choose() ends it. Rounds that shared their batch with a prompt, or in which
 // sequences came or went, are not measured.
@@ -32,8 +35,8 @@ class draft_cost {
         uint32_t n      = 0;   // samples
     };
 
-    // What slows one size down over time (a longer context, say) moves the others along.
-    void   add(int32_t size, double ms);
+    // `move_others`: what changes this size over time changes the others by the same factor. Not while sizes are tried in turn.
+    void   add(int32_t size, double ms, bool move_others = true);
     void   renew(int32_t size);         // its next samples count for much
     bool   drifted(int32_t size) const; // far from its anchor, so the other sizes are likely to be wrong by more than that move
     void   anchor();                    // all, where they are
@@ -111,7 +114,7 @@ class draft_depth {
         int32_t          home  = -1; // what a probe returns to; -1: not known yet
         uint32_t         n_since_change = 0; // rounds
         uint32_t         n_since_probe  = 0;
-        uint32_t         probe_every    = 0;
+        uint32_t         probe_every    = 0; // 0: not set yet
         uint32_t         probe_left     = 0;
         bool             probe_deeper   = true;
         draft_acceptance acceptance { 128 };
@@ -122,13 +125,15 @@ class draft_depth {
         double                     draft_ms = 0.0;
         bool                       choosing = false; // between the first choose() and drafted()
         bool                       disturbed = true;
+        bool                       exploring = false;
         std::map<int32_t, int32_t> tokens; // by sequence: 1 + drafted
         std::map<int32_t, int32_t> depths;
     };
 
     void    close_round(double now_ms);
     int32_t decide(int32_t seq, sequence & s, int32_t cap, bool may_explore);
-    int32_t unexplored(const sequence & s, int32_t cap);
+    int32_t unexplored(int32_t cap) const;
+    int32_t to_probe(int32_t seq, const sequence & s, int32_t cap) const;
     int32_t best(int32_t seq, const sequence & s, int32_t cap) const;
     double  score(int32_t seq, const sequence & s, int32_t depth) const;
     void    set_depth(sequence & s, int32_t depth);
@@ -137,7 +142,8 @@ class draft_depth {
 
     std::map<int32_t, sequence> sequences; // that generate
     std::set<int32_t>           prompts;   // sequences whose prompt is in progress
-    std::set<int32_t>           explored;  // depths
+    std::map<int32_t, uint32_t> visits;    // by depth: rounds of it while depths are tried in turn
+    sequence                    last;      // the one that ended last leaves its depth and the schedule of probes to the next
     round                       current;
 
     draft_cost       verify;

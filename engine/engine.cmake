@@ -9,6 +9,7 @@ set(LLAMA_PHASE_SOURCES
     ${LLAMA_PHASE_ENGINE_DIR}/expert-ring.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/expert-ring-plan.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/expert-store.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/graph-writes.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/host-pool.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/input-upload.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/kpool-mask.cpp
@@ -39,5 +40,5 @@ set_source_files_properties(${LLAMA_PHASE_ENGINE_DIR}/kv-buffer.cpp PROPERTIES I
 target_include_directories(llama PRIVATE ${PROJECT_SOURCE_DIR}/vendor)
 target_include_directories(llama PUBLIC  ${LLAMA_PHASE_ENGINE_DIR})
 
-# a buffer type of our own needs ggml's private header
-set_source_files_properties(${LLAMA_PHASE_ENGINE_DIR}/host-pool.cpp PROPERTIES INCLUDE_DIRECTORIES ${PROJECT_SOURCE_DIR}/ggml/src)
+# a buffer type of our own, and a graph's nodes, need ggml's private headers
+set_source_files_properties(${LLAMA_PHASE_ENGINE_DIR}/host-pool.cpp ${LLAMA_PHASE_ENGINE_DIR}/graph-writes.cpp PROPERTIES INCLUDE_DIRECTORIES ${PROJECT_SOURCE_DIR}/ggml/src)

@@ -1,6 +1,7 @@
 #include "phase-context.h"
 
 #include "expert-cache.h"
+#include "graph-writes.h"
 #include "phase-chunks.h"
 #include "phase-group.h"
 #include "phase-kv.h"
@@ -153,6 +154,14 @@ void phase_context::before_graph(uint32_t n_tokens, uint32_t n_seqs, uint32_t n_
     }
     if (inputs && ctx.sched) {
         inputs->install(ctx.sched.get()); // each time: the scheduler may be another one
+    }
+}
+
+void phase_context::after_build(llm_graph_result & built, uint32_t n_outputs) const {
+    const auto & cparams = ctx.cparams;
+    const bool   unread  = !cparams.embeddings && (!cparams.embeddings_nextn || cparams.embeddings_nextn_masked);
+    if (cparams.ctx_type == LLAMA_CONTEXT_TYPE_MTP && n_outputs == 0 && unread) {
+        phase_keep_writes(built.get_ctx(), built.get_gf());
     }
 }
 

@@ -116,6 +116,45 @@ TEST(near_the_best_fixed_depth_whatever_the_engine) {
     }
 }
 
+// Answers of 200 tokens while expert slots fill, by times as measured on a GPU: what is tried early must not look dear for it.
+TEST(slots_that_fill_do_not_decide) {
+    for (const double rate : { 0.0, 0.3, 0.5, 0.7, 0.9 }) {
+        double ratio_off = 0.0, ratio_best = 0.0;
+        for (int run = 0; run < 5; ++run) {
+            double cold = 1.0;
+            engine simulated;
+            simulated.random.seed(run);
+            simulated.change_ms = 0.3;
+            simulated.verify_ms = [&](int n) { return (6.5 + 1.7*(n - 1))*(1.0 + 0.7*cold); };
+            simulated.draft_ms  = [](int k) { return 0.6*k; };
+            simulated.accept    = [&](int)  { return rate; };
+            draft_depth policy(8);
+            double tokens = 0.0, ms = 0.0;
+            for (int answer = 0; answer < 4; ++answer) {
+                policy.prompt(0);
+                policy.begin(0);
+                for (double n = 0.0; n < 200.0;) {
+                    const double from_ms = simulated.clock_ms;
+                    const double of_round = simulated.run(policy, { 0 }, 1, 7)*(simulated.clock_ms - from_ms);
+                    n    += of_round;
+                    cold *= std::exp(-of_round/80.0);
+                    if (answer > 0) {
+                        tokens += of_round;
+                        ms     += simulated.clock_ms - from_ms;
+                    }
+                }
+                policy.end(0);
+            }
+            cold = 0.0;
+            ratio_off  += tokens/ms/simulated.rate(0)/5;
+            ratio_best += tokens/ms/simulated.best_rate(7)/5;
+        }
+        if (!CHECK(ratio_off >= 0.94) || !CHECK(ratio_best >= 0.90)) {
+            std::printf("  acceptance %.1f: %.3f of off, %.3f of the best\n", rate, ratio_off, ratio_best);
+        }
+    }
+}
+
 TEST(gives_up_and_comes_back) {
     engine simulated;
     simulated.verify_ms = [](int n) { return 1.0 + 4.0*n; };
@@ -261,13 +300,13 @@ TEST(costs_between_and_beyond) {
         cost.add(2, 20.0); // everything became slower
     }
     CHECK(std::fabs(cost.at(2) - 20.0) < 0.5);
-    CHECK(std::fabs(cost.at(4) - 24.0) < 0.5);
+    CHECK(std::fabs(cost.at(4) - 28.0) < 0.5); // by the same factor
     CHECK(cost.drifted(2));
     cost.anchor();
     CHECK(!cost.drifted(2));
     cost.renew(4);
     cost.add(4, 40.0);
-    CHECK(cost.at(4) > 27.0);
+    CHECK(cost.at(4) > 31.0);
 }
 
 TEST_MAIN("test-draft-depth")
