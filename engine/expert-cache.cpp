@@ -340,7 +340,7 @@ void expert_cache::build_prefetch(ggml_context * ctx, ggml_cgraph * gf, cached_l
         return;
     }
     const int64_t n_tokens = x->ne[1];
-    const int32_t wanted   = config.prefetch < 0 ? layer.next->host->n_used : config.prefetch;
+    const int32_t wanted   = config.prefetch < 0 ? (6*layer.next->host->n_used + 4)/5 : config.prefetch;
     const int32_t most     = std::min(layer.next->fetch.n_slots, PHASE_MAX_IDS)/(int32_t) n_tokens; // distinct predictions need distinct slots
     const int32_t n        = std::min({ wanted, most, layer.next->host->n_expert });
     if (n > 0) {
