@@ -17,6 +17,7 @@ set(LLAMA_PHASE_SOURCES
     ${LLAMA_PHASE_ENGINE_DIR}/kv-buffer.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/kv-place.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/kv-rows-host.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/lent-buffer.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-api.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-chunks.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-config.cpp
@@ -41,4 +42,5 @@ target_include_directories(llama PRIVATE ${PROJECT_SOURCE_DIR}/vendor)
 target_include_directories(llama PUBLIC  ${LLAMA_PHASE_ENGINE_DIR})
 
 # a buffer type of our own, and a graph's nodes, need ggml's private headers
-set_source_files_properties(${LLAMA_PHASE_ENGINE_DIR}/host-pool.cpp ${LLAMA_PHASE_ENGINE_DIR}/graph-writes.cpp PROPERTIES INCLUDE_DIRECTORIES ${PROJECT_SOURCE_DIR}/ggml/src)
+set_source_files_properties(${LLAMA_PHASE_ENGINE_DIR}/host-pool.cpp ${LLAMA_PHASE_ENGINE_DIR}/graph-writes.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/lent-buffer.cpp PROPERTIES INCLUDE_DIRECTORIES ${PROJECT_SOURCE_DIR}/ggml/src)

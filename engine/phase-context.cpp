@@ -294,14 +294,10 @@ void phase_context::reserve(bool prefill) {
     }
 }
 
-size_t phase_context::buffer_bytes(ggml_backend_t backend) const {
-    return (ctx.sched ? ggml_backend_sched_get_buffer_size(ctx.sched.get(), backend) : 0) + small_graphs.bytes(backend);
-}
-
 size_t phase_context::taken_bytes(ggml_backend_dev_t dev) const {
     size_t bytes = experts ? experts->bytes(dev) : 0;
     for (auto * backend : ctx.backend_ptrs) {
-        bytes += ggml_backend_get_device(backend) == dev ? buffer_bytes(backend) : 0;
+        bytes += ggml_backend_get_device(backend) == dev ? small_graphs.bytes(backend) : 0;
     }
     return bytes;
 }
@@ -405,7 +401,7 @@ std::vector<phase_device_memory> phase_context::read_memory() const {
         auto * dev = ggml_backend_get_device(backend);
         phase_device_memory entry;
         entry.name         = dev ? ggml_backend_dev_name(dev) : ggml_backend_name(backend);
-        entry.buffer_bytes = buffer_bytes(backend);
+        entry.buffer_bytes = small_graphs.bytes(backend);
         if (dev && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
             size_t total = 0;
             ggml_backend_dev_memory(dev, &entry.free_bytes, &total);

@@ -118,7 +118,6 @@ struct phase_context {
     void        park_graphs();
     void        unpark_graphs(bool prefill, size_t max_nodes);
     std::string beyond_budget() const; // empty: within it
-    size_t      buffer_bytes(ggml_backend_t backend) const; // compute buffers
     size_t      budget_of(ggml_backend_dev_t dev, size_t index) const; // index: of its backend; SIZE_MAX when there is none
     std::string shortfall();
 

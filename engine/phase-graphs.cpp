@@ -8,6 +8,7 @@
 struct phase_graphs::planned {
     shape of;
 
+    std::unique_ptr<lent_types>         types; // outlives the scheduler
     ggml_backend_sched_ptr              sched;
     std::array<llm_graph_result_ptr, 2> prev;
     llm_graph_result *                  active = nullptr;
@@ -18,7 +19,9 @@ phase_graphs::phase_graphs(llama_context & ctx, uint32_t n_most, uint32_t n_toke
     ctx(ctx), n_most(n_most), n_tokens_most(n_tokens_most), fits(std::move(fits)) {
 }
 
-phase_graphs::~phase_graphs() = default;
+phase_graphs::~phase_graphs() {
+    restore();
+}
 
 void phase_graphs::swap_with_context(planned & with) {
     std::swap(with.sched,   ctx.sched);
@@ -40,9 +43,35 @@ void phase_graphs::drop() {
         ctx.synchronize();
     }
     kept.clear();
+    buffers.reset();
     seen.clear();
     full = false;
     count(0);
+}
+
+// what the largest small batch needs
+void phase_graphs::plan_buffers() {
+    planned largest;
+    const uint32_t n_tokens  = std::max(n_tokens_most, ctx.cparams.n_seq_max);
+    const size_t   max_nodes = ctx.graph_max_nodes(n_tokens);
+    largest.sched.reset(ggml_backend_sched_new(ctx.backend_ptrs.data(), ctx.backend_buft.data(), ctx.backend_ptrs.size(), max_nodes, false, ctx.cparams.op_offload));
+    largest.reserve.reset(new llm_graph_result(max_nodes));
+
+    std::vector<size_t> sizes(ctx.backend_ptrs.size());
+    const auto mctx = ctx.memory->init_full();
+    bool done = false;
+    swap_with_context(largest);
+    try {
+        done = mctx && ctx.graph_reserve(n_tokens, ctx.cparams.n_seq_max, std::min(n_tokens, ctx.cparams.n_outputs_max), mctx.get(), true, sizes.data());
+    } catch (...) {
+        swap_with_context(largest);
+        throw;
+    }
+    swap_with_context(largest);
+    if (!done) {
+        throw std::runtime_error("a small batch cannot be planned");
+    }
+    buffers = std::make_unique<lent_buffers>(ctx.backend_buft, sizes);
 }
 
 // Nothing of the context changes but what stands in its place.
@@ -50,27 +79,34 @@ bool phase_graphs::make(const shape & of) {
     const size_t   max_nodes       = ctx.graph_max_nodes(std::max(of.n_tokens, ctx.cparams.n_seq_max));
     const uint32_t n_input_tensors = ctx.n_input_tensors;
 
-    auto fresh = std::make_unique<planned>();
-    fresh->of = of;
-    fresh->sched.reset(ggml_backend_sched_new(ctx.backend_ptrs.data(), ctx.backend_buft.data(), ctx.backend_ptrs.size(), max_nodes, false, ctx.cparams.op_offload));
-    fresh->reserve.reset(new llm_graph_result(max_nodes));
-    kept.push_back(std::move(fresh));
-    in_use = kept.back().get();
-    swap_with_context(*in_use);
-
-    bool planned = false;
+    bool done = false;
     try {
+        if (!buffers) {
+            plan_buffers();
+        }
+        auto fresh = std::make_unique<planned>();
+        fresh->of = of;
+        fresh->types = std::make_unique<lent_types>(*buffers, ctx.backend_buft);
+        fresh->sched.reset(ggml_backend_sched_new(ctx.backend_ptrs.data(), fresh->types->data(), ctx.backend_ptrs.size(), max_nodes, false, ctx.cparams.op_offload));
+        fresh->reserve.reset(new llm_graph_result(max_nodes));
+        kept.push_back(std::move(fresh));
+        in_use = kept.back().get();
+        swap_with_context(*in_use);
+
         const auto mctx = ctx.memory->init_full();
-        planned = mctx && ctx.graph_reserve(of.n_tokens, ctx.cparams.n_seq_max, std::max(of.n_outputs, 1u), mctx.get()) && fits();
+        done = mctx && ctx.graph_reserve(of.n_tokens, ctx.cparams.n_seq_max, std::max(of.n_outputs, 1u), mctx.get()) && fits();
     } catch (const std::exception & error) {
         LLAMA_LOG_DEBUG("llama-phase: %s\n", error.what());
     }
     ctx.n_input_tensors = n_input_tensors;
-    if (!planned) {
+    if (!done && in_use) {
         restore();
         kept.pop_back();
     }
-    return planned;
+    if (kept.empty()) {
+        buffers.reset();
+    }
+    return done;
 }
 
 void phase_graphs::select(uint32_t n_tokens, uint32_t n_seqs, uint32_t n_outputs) {
@@ -115,19 +151,25 @@ void phase_graphs::select(uint32_t n_tokens, uint32_t n_seqs, uint32_t n_outputs
     counters.n_made++;
 }
 
-size_t phase_graphs::bytes(ggml_backend_t backend) const {
-    size_t bytes = 0;
-    for (const auto & entry : kept) {
-        bytes += entry->sched ? ggml_backend_sched_get_buffer_size(entry->sched.get(), backend) : 0;
+size_t phase_graphs::lent_bytes(ggml_backend_t backend) const {
+    for (size_t i = 0; buffers && i < ctx.backend_ptrs.size(); ++i) {
+        if (ctx.backend_ptrs[i] == backend) {
+            return buffers->bytes(ctx.backend_buft[i]);
+        }
     }
-    return bytes;
+    return 0;
+}
+
+size_t phase_graphs::bytes(ggml_backend_t backend) const {
+    const auto & own = in_use ? in_use->sched : ctx.sched;
+    return (own ? ggml_backend_sched_get_buffer_size(own.get(), backend) : 0) + lent_bytes(backend);
 }
 
 void phase_graphs::count(uint32_t n_batches) {
     const int32_t n_reused = ctx.n_reused;
     uint64_t      all      = 0;
     for (auto * backend : ctx.backend_ptrs) {
-        all += bytes(backend);
+        all += lent_bytes(backend);
     }
     std::lock_guard<std::mutex> guard(lock);
     counters.n_batches += n_batches;

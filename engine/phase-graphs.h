@@ -6,12 +6,13 @@
 //
 //   llama_context   scheduler, graphs, active graph   <── swapped ──>   kept: the same three, for a shape
 //
-// What is put in the context's place stays there until another shape or a larger batch comes, or until restore(). Each scheduler has
-// compute buffers of its own, planned for the full context, so that none of them grows during generation. A graph in keeping is reused
-// only as upstream's rules allow (llm_graph_result::can_reuse).
+// What is put in the context's place stays there until another shape or a larger batch comes, or until restore(). The schedulers share
+// one set of compute buffers (lent-buffer.h), planned for the largest small batch and the full context, so that nothing grows during
+// generation. A graph in keeping is reused only as upstream's rules allow (llm_graph_result::can_reuse).
 //
 // Called by phase-context, on the thread that decodes.
 
+#include "lent-buffer.h"
 #include "phase-stats.h"
 
 #include "ggml-backend.h"
@@ -45,7 +46,7 @@ class phase_graphs {
     // restore(), and frees what is kept.
     void drop();
 
-    size_t bytes(ggml_backend_t backend) const; // of compute buffers that are not in the context's place
+    size_t bytes(ggml_backend_t backend) const; // of compute buffers, the context's own included
 
     phase_graph_stats stats() const; // any thread
 
@@ -61,6 +62,8 @@ class phase_graphs {
 
     void swap_with_context(planned & with);
     bool make(const shape & of);
+    void plan_buffers();
+    size_t lent_bytes(ggml_backend_t backend) const;
     void count(uint32_t n_batches);
 
     llama_context &             ctx;
@@ -68,6 +71,7 @@ class phase_graphs {
     const uint32_t              n_tokens_most;
     const std::function<bool()> fits;
 
+    std::unique_ptr<lent_buffers>         buffers; // outlives kept
     std::vector<std::unique_ptr<planned>> kept;            // the most recently used one last
     planned *                             in_use = nullptr; // of kept: in the context's place, and the context's own in it
     std::vector<shape>                    seen;             // small ones, the last one at the end

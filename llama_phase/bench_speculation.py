@@ -17,6 +17,7 @@ from llama_phase.bench import HOST_EXPERTS, Configuration, median
 OFF, AUTO = "off", "auto"
 LENGTHS = (1, 2, 3, 5, 7)
 LONGEST = 7  # EXPERT_BATCH - 1
+KINDS = ("verify_ms", "draft_ms")
 
 
 def rates_of(text: str) -> list[float]:
@@ -44,11 +45,14 @@ def speculation_suite(threads: int, slots: str, acceptances: Sequence[float]) ->
 
 
 def speculation_table(results: dict[str, list[dict[str, Any]]]) -> Table:
-    """Medians over all rounds, one row a configuration; `lengths` are the last server's rounds by chosen length."""
+    """Medians over all rounds, one row a configuration. `ms` is the time of a round of drafting and verifying, `reused` how
+    many batches of target and draft found their graph, `lengths` the last server's rounds by chosen length; below, its times.
+    """
     shown = Table(title="tokens per second by acceptance and draft length")
-    columns = ("acceptance", "length", "tok/s", "x off", "x best fixed", "accepted %", "hits %", "prose tok/s", "MiB")
-    for column in (*columns, "lengths"):
+    columns = ("acceptance", "length", "tok/s", "x off", "x best", "ms", "accepted %", "hits %", "prose tok/s", "MiB")
+    for column in (*columns, "reused %", "lengths"):
         shown.add_column(column, justify="right")
+    times: list[str] = []
     speeds = {name: _speed(rounds, "decode") for name, rounds in results.items()}
     for name, rounds in results.items():
         rate, _, length = name.rpartition(" ")
@@ -56,19 +60,37 @@ def speculation_table(results: dict[str, list[dict[str, Any]]]) -> Table:
         samples = [sample for one in rounds for sample in one["samples"] if sample["kind"] == "decode"]
         drafted, accepted = (sum(sample[key] for sample in samples) for key in ("drafted", "accepted"))
         hits = median(sample["hit_rate"] for sample in samples)
+        state = rounds[-1]["phase"] or {}
+        times += _times(name, state.get("draft", {}))
         shown.add_row(
             rate,
             length,
             f"{speeds[name]:.1f}",
             f"{speeds[name] / speeds[OFF]:.2f}" if OFF in speeds else "",
             f"{speeds[name] / max(fixed):.2f}" if fixed and length == AUTO else "",
+            f"{median(_round_ms(sample) for sample in samples) or 0:.1f}",
             f"{100 * accepted / drafted:.0f}" if drafted else "",
             f"{100 * hits:.1f}" if hits is not None else "",
             f"{_speed(rounds, 'prose'):.1f}",
             f"{median(one['memory_mib'] for one in rounds) or 0:.0f}",
-            " ".join(map(str, (rounds[-1]["phase"] or {}).get("draft", {}).get("rounds", []))),
+            " ".join(f"{100 * one['reused'] / max(one['batches'], 1):.0f}" for one in state.get("graphs", [])),
+            " ".join(map(str, state.get("draft", {}).get("rounds", []))),
         )
+    shown.caption = "\n".join(times)
     return shown
+
+
+def _round_ms(sample: dict[str, Any]) -> float:
+    n_tokens = len(sample["tokens"])
+    return 1000 * n_tokens / sample["predicted_per_second"] / max(n_tokens - sample["accepted"], 1)
+
+
+def _times(name: str, draft: dict[str, Any]) -> list[str]:
+    """Milliseconds that the choice of lengths went by: of verify batches by tokens, of drafts by length."""
+    if not draft:
+        return []
+    text = [f"{what} " + " ".join(f"{n}:{entry['ms']:.1f}" for n, entry in draft[what].items()) for what in KINDS]
+    return [f"{name}: {'; '.join(text)}; acceptance " + " ".join(f"{rate:.2f}" for rate in draft["acceptance"])]
 
 
 def _speed(rounds: list[dict[str, Any]], kind: str) -> float:

@@ -204,7 +204,8 @@ def test_a_draft_does_not_touch_the_slots_of_its_target(alone, prompt) -> None:
     assert figures[0] == figures[1]
     assert figures[0][0]["missed"] == 0 and figures[0][0]["runs"] >= 40
     draft = experts(drafting, 1)
-    assert draft["slots"]["runs"] >= 76 and draft["slots"]["missed"] > 0, "the draft ran, from slots of its own"
+    # a step a round; what it catches up on needs no experts
+    assert 70 <= draft["slots"]["runs"] <= 80 and draft["slots"]["missed"] > 0, "the draft ran, from slots of its own"
     assert draft["slots_per_layer"] == experts(drafting)["slots_per_layer"] == N_EXPERT
 
 
