@@ -8,6 +8,7 @@ namespace {
 constexpr double   COST_WINDOW    = 32;   // samples of a moving mean
 constexpr uint32_t COST_ENOUGH    = 3;    // samples after which a size counts as measured
 constexpr double   COST_OUTLIER   = 1.5;  // times the mean: cut off there
+constexpr double   COST_FALL      = 0.75; // times the mean: what is below counts half, since disturbances only add
 constexpr double   COST_DRIFT     = 0.3;  // of the anchor
 constexpr double   FADED_TRIALS   = 32;
 constexpr double   PRIOR_WEIGHT   = 16;   // trials that a prior is worth
@@ -41,7 +42,8 @@ void draft_cost::add(int32_t size, double ms, bool move_others) {
     }
     e.n++;
     const double before = e.ms;
-    e.ms += (ms - e.ms)/std::min<double>(e.n, COST_WINDOW);
+    const double weight = 1.0/std::min<double>(e.n, COST_WINDOW);
+    e.ms += (ms - e.ms)*(ms < COST_FALL*e.ms ? std::max(weight, 0.5) : weight);
     if (e.n <= COST_ENOUGH && e.anchor == 0.0) {
         e.anchor = e.ms;
     }

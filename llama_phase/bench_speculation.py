@@ -45,8 +45,9 @@ def speculation_suite(threads: int, slots: str, acceptances: Sequence[float]) ->
 
 
 def speculation_table(results: dict[str, list[dict[str, Any]]]) -> Table:
-    """Medians over all rounds, one row a configuration. `ms` is the time of a round of drafting and verifying, `reused` how
-    many batches of target and draft found their graph, `lengths` the last server's rounds by chosen length; below, its times.
+    """Medians over all rounds, one row a configuration. `ms` is the time of a round of drafting and verifying, `reused`
+    how many batches of target and draft found their graph, `lengths` the last server's rounds by chosen length; below,
+    its times.
     """
     shown = Table(title="tokens per second by acceptance and draft length")
     columns = ("acceptance", "length", "tok/s", "x off", "x best", "ms", "accepted %", "hits %", "prose tok/s", "MiB")

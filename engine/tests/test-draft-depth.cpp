@@ -155,6 +155,21 @@ TEST(slots_that_fill_do_not_decide) {
     }
 }
 
+// Other work on the machine while the first rounds are measured: 0 looked dear, and drafts that never hit must not stay for it.
+TEST(a_disturbed_start_is_forgotten) {
+    engine simulated;
+    simulated.accept = [](int) { return 0.02; };
+    draft_depth policy(8);
+    policy.begin(0);
+    const auto normal = simulated.verify_ms;
+    simulated.verify_ms = [&](int n) { return (n == 1 ? 5.0 : 1.0)*normal(n); };
+    simulated.run(policy, { 0 }, 30, 7);
+    simulated.verify_ms = normal;
+    std::vector<int> depths;
+    simulated.run(policy, { 0 }, 600, 7, &depths);
+    CHECK_EQ(most_frequent(depths, 200), 0);
+}
+
 TEST(gives_up_and_comes_back) {
     engine simulated;
     simulated.verify_ms = [](int n) { return 1.0 + 4.0*n; };
