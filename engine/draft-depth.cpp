@@ -320,7 +320,8 @@ int32_t draft_depth::to_probe(int32_t seq, const sequence & s, int32_t cap) cons
     const double now    = score(seq, s, s.home);
     const bool   deeper = s.home == 0 || (s.probe_deeper && s.home < cap);
     for (const int32_t depth : { s.home + (deeper ? 1 : -1), s.home + (deeper ? -1 : 1) }) {
-        if (depth >= 0 && depth <= cap && (s.n_since_probe >= PROBE_HOPELESS || score(seq, s, depth) >= HOPELESS*now)) {
+        const bool promising = depth == 0 || s.n_since_probe >= PROBE_HOPELESS || score(seq, s, depth) >= HOPELESS*now; // 0 costs little
+        if (depth >= 0 && depth <= cap && promising) {
             return depth;
         }
     }
