@@ -236,6 +236,10 @@ def cpu_suite(threads: int) -> list[Configuration]:
     ]
 
 
+def _is_named(configuration: Configuration, name: str) -> bool:
+    return configuration.name == name[1:] if name.startswith("=") else name in configuration.name
+
+
 def median(values: Iterable[float | None]) -> float | None:
     """Median of what is there, None of nothing."""
     there = [value for value in values if value is not None]
@@ -320,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--answer-tokens", type=int, default=300)
     parser.add_argument("--vocabulary", type=int, default=4000)
     parser.add_argument("--threads", type=int, default=16)
-    parser.add_argument("--only", action="append", metavar="NAME", help="part of a name; may be repeated")
+    parser.add_argument("--only", action="append", metavar="NAME", help="part of a name, or =NAME; may be repeated")
     parser.add_argument("--slots", default="128", help="speculation: experts per layer on the GPU")
     parser.add_argument("--acceptance", default="0.5,0.7,0.9", help="speculation: rates, comma-separated")
     parser.add_argument("--json", type=Path, help="where all figures go")
@@ -333,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.long_tokens, show = 0, speculation_table
     else:
         suite, show = suites[options.suite](options.threads), table
-    suite = [one for one in suite if not options.only or any(part in one.name for part in options.only)]
+    suite = [one for one in suite if not options.only or any(_is_named(one, name) for name in options.only)]
     workload = Workload(runs=options.runs, long_tokens=options.long_tokens, answer_tokens=options.answer_tokens)
     console = Console(width=170 if not sys.stdout.isatty() else None)
 
