@@ -162,17 +162,16 @@ static __global__ void __launch_bounds__(SCORE_WARPS*32) score_kernel(phase_cuda
 #pragma unroll
         for (int head = 0; head < PHASE_SCORE_HEADS; ++head) {
             const float4 of_head = q[head][lane];
-            float sum = 0.0f;
-            sum += of_head.x*low.x;
-            sum += of_head.y*low.y;
-            sum += of_head.z*high.x;
-            sum += of_head.w*high.y;
+            float sum = fmaf(of_head.x, low.x, 0.0f);
+            sum = fmaf(of_head.y, low.y, sum);
+            sum = fmaf(of_head.z, high.x, sum);
+            sum = fmaf(of_head.w, high.y, sum);
 #pragma unroll
             for (int d = 16; d > 0; d /= 2) {
                 sum += __shfl_xor_sync(FULL, sum, d);
             }
             sum = sum > 0.0f ? sum : 0.0f;
-            of_key += sum*s.weight;
+            of_key = fmaf(sum, s.weight, of_key);
         }
         score = lane == k ? of_key : score;
     }

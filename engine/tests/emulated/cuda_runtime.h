@@ -1,0 +1,267 @@
+#pragma once
+
+// As much of CUDA as the kernels of select-cuda.cu and kv-rows-cuda.cu use, on one CPU: a block's threads are fibers that run until they
+// have to wait for each other, in another random order each time; blocks and launches run one after the other. "Device" memory is host
+// memory. What this cannot show: races between two barriers, memory order, speed.
+//
+// The sources are prepared by emulate.sed: launches become calls of launch(), shared memory becomes static.
+
+#include <immintrin.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <vector>
+
+#define __host__
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __CUDA_ARCH__ 900
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
+enum { cudaStreamNonBlocking = 1, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin };
+using cudaStream_t = void *;
+static const cudaStream_t cudaStreamPerThread = nullptr;
+
+struct dim3 {
+    unsigned x, y, z;
+    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct uint2  { uint32_t x, y; };
+struct uint4  { uint32_t x, y, z, w; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return { x, y }; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return { x, y, z, w }; }
+using std::max;
+using std::min;
+
+namespace emulated {
+
+constexpr size_t STACK_BYTES = 64*1024;
+
+enum wait_t { RUNS, AT_BLOCK, AT_WARP, ENDED };
+
+struct fiber {
+    ucontext_t context;
+    dim3       thread;
+    wait_t     wait    = RUNS;
+    uint32_t   n_votes = 0;
+};
+
+struct block_state {
+    std::vector<fiber>    fibers;
+    std::vector<char>     stacks;
+    std::vector<uint64_t> slots; // two per thread, in turn: what it says to its warp
+    ucontext_t            scheduler;
+    size_t                current = 0;
+    dim3                  block, grid, threads;
+    std::vector<uint32_t> dynamic;
+    std::function<void()> kernel;
+    std::mt19937          random { 1 };
+};
+
+inline block_state & state() {
+    static block_state s;
+    return s;
+}
+
+inline fiber & self() { return state().fibers[state().current]; }
+
+inline void wait(wait_t what) {
+    self().wait = what;
+    swapcontext(&self().context, &state().scheduler);
+}
+
+inline void entry() {
+    state().kernel();
+    self().wait = ENDED;
+    swapcontext(&self().context, &state().scheduler);
+}
+
+// Those of [first, last) that did not end are all waiting there: they go on.
+inline void release(size_t first, size_t last, wait_t what) {
+    auto & f = state().fibers;
+    for (size_t i = first; i < last; ++i) {
+        if (f[i].wait != what && f[i].wait != ENDED) {
+            return;
+        }
+    }
+    for (size_t i = first; i < last; ++i) {
+        f[i].wait = f[i].wait == what ? RUNS : f[i].wait;
+    }
+}
+
+inline void run_block() {
+    auto &       s = state();
+    const size_t n = s.threads.x;
+    s.fibers.assign(n, {});
+    s.stacks.resize(n*STACK_BYTES);
+    s.slots.assign(2*n, 0);
+    std::vector<size_t> order(n);
+    for (size_t i = 0; i < n; ++i) {
+        order[i] = i;
+        auto & f = s.fibers[i];
+        f.thread = dim3((unsigned) i, 0, 0);
+        getcontext(&f.context);
+        f.context.uc_stack.ss_sp   = &s.stacks[i*STACK_BYTES];
+        f.context.uc_stack.ss_size = STACK_BYTES;
+        f.context.uc_link          = nullptr;
+        makecontext(&f.context, entry, 0);
+    }
+    for (bool any = true; any; ) {
+        std::shuffle(order.begin(), order.end(), s.random);
+        any = false;
+        for (const size_t i : order) {
+            if (s.fibers[i].wait == RUNS) {
+                any = true;
+                s.current = i;
+                swapcontext(&s.scheduler, &s.fibers[i].context);
+            }
+        }
+        for (size_t i = 0; i < n; i += 32) {
+            release(i, std::min(i + 32, n), AT_WARP);
+        }
+        release(0, n, AT_BLOCK);
+        for (const auto & f : s.fibers) {
+            any = any || f.wait == RUNS;
+        }
+    }
+    for (const auto & f : s.fibers) {
+        if (f.wait != ENDED) {
+            std::fprintf(stderr, "emulated: a barrier that not all threads reach\n");
+            std::abort();
+        }
+    }
+}
+
+inline void launch(dim3 grid, dim3 threads, size_t shared_bytes, cudaStream_t, std::function<void()> kernel) {
+    auto & s = state();
+    s.grid    = grid;
+    s.threads = threads;
+    s.kernel  = std::move(kernel);
+    for (unsigned y = 0; y < grid.y; ++y) {
+        for (unsigned x = 0; x < grid.x; ++x) {
+            s.block = dim3(x, y, 0);
+            s.dynamic.assign(shared_bytes/4 + 1, 0x5a5a5a5au);
+            run_block();
+        }
+    }
+}
+
+// What `lane` of the warp says, each in its own order of votes.
+template <typename T>
+std::vector<T> exchange(T value) {
+    auto & s = state();
+    auto & f = self();
+    const size_t turn = f.n_votes++ % 2, me = s.current, first = me/32*32;
+    std::memcpy(&s.slots[2*me + turn], &value, sizeof(value));
+    wait(AT_WARP);
+    std::vector<T> all(32);
+    for (size_t lane = 0; lane < 32; ++lane) {
+        std::memcpy(&all[lane], &s.slots[2*(first + lane) + turn], sizeof(T));
+    }
+    return all;
+}
+
+inline unsigned lane() { return (unsigned) (state().current % 32); }
+
+} // namespace emulated
+
+#define threadIdx (emulated::self().thread)
+#define blockIdx  (emulated::state().block)
+#define gridDim   (emulated::state().grid)
+#define blockDim  (emulated::state().threads)
+
+inline void __syncthreads() { emulated::wait(emulated::AT_BLOCK); }
+
+template <typename T> T __shfl_sync(unsigned, T value, int lane)    { return emulated::exchange(value)[lane % 32]; }
+template <typename T> T __shfl_xor_sync(unsigned, T value, int d)   { const auto all = emulated::exchange(value); return all[emulated::lane() ^ d]; }
+template <typename T> T __shfl_up_sync(unsigned, T value, unsigned d) {
+    const auto all = emulated::exchange(value);
+    return all[emulated::lane() >= d ? emulated::lane() - d : emulated::lane()];
+}
+inline unsigned __ballot_sync(unsigned, int vote) {
+    const auto all = emulated::exchange(vote);
+    unsigned bits = 0;
+    for (int i = 0; i < 32; ++i) {
+        bits |= (all[i] ? 1u : 0u) << i;
+    }
+    return bits;
+}
+inline unsigned __match_any_sync(unsigned, int value) {
+    const auto all = emulated::exchange(value);
+    unsigned bits = 0;
+    for (int i = 0; i < 32; ++i) {
+        bits |= (all[i] == value ? 1u : 0u) << i;
+    }
+    return bits;
+}
+
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x)       { return __builtin_ffs(x); }
+inline uint32_t __float_as_uint(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    return bits;
+}
+inline int      atomicAdd(int * at, int n)             { const int old = *at; *at += n; return old; }
+inline uint32_t atomicOr(uint32_t * at, uint32_t bits) { const uint32_t old = *at; *at |= bits; return old; }
+inline int      atomicCAS(int * at, int expected, int value) {
+    const int old = *at;
+    *at = old == expected ? value : old;
+    return old;
+}
+
+// half, as a number of its bits
+struct half  { uint16_t bits; };
+struct half2 { half x, y; };
+inline float  __half2float(half h)            { return _cvtsh_ss(h.bits); }
+inline half   __float2half(float f)           { return { (uint16_t) _cvtss_sh(f, 0) }; }
+inline half   __ushort_as_half(uint16_t bits) { return { bits }; }
+inline uint16_t __half_as_ushort(half h)      { return h.bits; }
+inline float2 __half22float2(half2 h)         { return { __half2float(h.x), __half2float(h.y) }; }
+
+inline cudaError_t  cudaGetLastError()                       { return cudaSuccess; }
+inline const char * cudaGetErrorString(cudaError_t)          { return "error"; }
+inline cudaError_t  cudaGetDevice(int * device)              { *device = 0; return cudaSuccess; }
+inline cudaError_t  cudaSetDevice(int)                       { return cudaSuccess; }
+inline cudaError_t  cudaGetDeviceCount(int * n)              { *n = 1; return cudaSuccess; }
+inline cudaError_t  cudaDeviceGetAttribute(int * value, cudaDeviceAttr, int) { *value = 227*1024; return cudaSuccess; }
+template <typename F> cudaError_t cudaFuncSetAttribute(F, cudaFuncAttribute, int) { return cudaSuccess; }
+template <typename T> cudaError_t cudaMalloc(T ** at, size_t size)     { *at = (T *) std::aligned_alloc(256, (size + 255)/256*256); return cudaSuccess; }
+template <typename T> cudaError_t cudaHostAlloc(T ** at, size_t size, unsigned) { return cudaMalloc(at, size); }
+inline cudaError_t  cudaFree(void * at)                      { std::free(at); return cudaSuccess; }
+inline cudaError_t  cudaFreeHost(void * at)                  { std::free(at); return cudaSuccess; }
+inline cudaError_t  cudaMemset(void * at, int value, size_t size) { std::memset(at, value, size); return cudaSuccess; }
+inline cudaError_t  cudaMemcpy(void * to, const void * from, size_t size, cudaMemcpyKind) { std::memcpy(to, from, size); return cudaSuccess; }
+inline cudaError_t  cudaStreamCreateWithFlags(cudaStream_t * stream, unsigned) { *stream = nullptr; return cudaSuccess; }
+inline cudaError_t  cudaStreamSynchronize(cudaStream_t)      { return cudaSuccess; }
+inline cudaError_t  cudaStreamDestroy(cudaStream_t)          { return cudaSuccess; }
+
+// figures are for GPUs
+using cudaEvent_t = void *;
+using cudaGraph_t = void *;
+using cudaGraphExec_t = void *;
+enum { cudaStreamCaptureModeRelaxed };
+inline cudaError_t cudaEventCreate(cudaEvent_t *)                              { return cudaErrorInvalidValue; }
+inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t = nullptr)        { return cudaErrorInvalidValue; }
+inline cudaError_t cudaEventSynchronize(cudaEvent_t)                           { return cudaErrorInvalidValue; }
+inline cudaError_t cudaEventElapsedTime(float *, cudaEvent_t, cudaEvent_t)     { return cudaErrorInvalidValue; }
+inline cudaError_t cudaEventDestroy(cudaEvent_t)                               { return cudaErrorInvalidValue; }
+inline cudaError_t cudaStreamBeginCapture(cudaStream_t, int)                   { return cudaErrorInvalidValue; }
+inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *)           { return cudaErrorInvalidValue; }
+inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *, cudaGraph_t, int)   { return cudaErrorInvalidValue; }
+inline cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t)              { return cudaErrorInvalidValue; }
+inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t)                       { return cudaErrorInvalidValue; }
+inline cudaError_t cudaGraphDestroy(cudaGraph_t)                               { return cudaErrorInvalidValue; }
