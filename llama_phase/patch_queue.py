@@ -88,8 +88,15 @@ class PatchQueue:
         return Mirror.load(self.pristine, self.source, self.record)
 
     def difference(self) -> Difference:
-        """Edits in build/src that are not in the patches (as of the last prepare or export)."""
-        return self._mirror().differing()
+        """Edits in build/src that are not in the patches (as of the last prepare or export), or whose patch is gone."""
+        return self._difference(self._mirror(), self.load())
+
+    def _difference(self, mirror: Mirror, patches: Iterable[Patch]) -> Difference:
+        found = mirror.differing()
+        if mirror.base_id == self.pristine_id:
+            owned = {file for patch in patches for file in patch.files}
+            found.edited = sorted({*found.edited, *mirror.unlike_base(owned)})
+        return found
 
     def prepare(self, *, discard: bool = False, allow_offsets: bool = False, skip: Iterable[str] = ()) -> Outcome:
         """Bring build/src to pristine plus patches, writing only files whose content changes.
@@ -101,10 +108,12 @@ class PatchQueue:
         if unknown := set(skip) - {patch.name for patch in patches}:
             raise PatchError(f"no patch is named {', '.join(sorted(unknown))}", fix="see patches/series")
         digest = self.digest(patches) + "".join(f"-{name}" for name in sorted(skip))
-        if mirror.recorded and not discard and (mirror.base_id, mirror.overlay_id) == (self.pristine_id, digest):
-            found = mirror.differing()
-            if not found.missing and not found.stale:
-                return Outcome(edited=found.edited + found.extra)
+        found = self._difference(mirror, patches) if mirror.recorded else Difference([], [], [], [])
+        for path in set(found.edited) - mirror.written.keys():
+            mirror.stats.pop(path, None)  # what it was recorded with is an edit
+        same = mirror.recorded and (mirror.base_id, mirror.overlay_id) == (self.pristine_id, digest)
+        if same and not discard and not found.missing and not found.stale:
+            return Outcome(edited=found.edited + found.extra)
         overlay: dict[str, bytes] = {}
         for patch in patches:
             if patch.name in skip:
@@ -136,7 +145,7 @@ class PatchQueue:
                 "the patches changed since build/src was prepared from them",
                 fix="`make prepare` first; `tools/patchq.py export --force` lets build/src win",
             )
-        found = mirror.differing()
+        found = self._difference(mirror, patches)
         if found.extra or found.missing:
             what = ", ".join([*(f"{p} (new)" for p in found.extra), *(f"{p} (deleted)" for p in found.missing)])
             raise PatchError(

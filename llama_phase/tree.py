@@ -8,13 +8,14 @@ modification times, so an unchanged file is never touched.
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import json
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -119,6 +120,15 @@ class Mirror:
                 edited.append(path)
         extra = sorted(p for p in current.keys() - names if p not in self.stats)
         return Difference(edited, sorted(names - current.keys()), extra, sorted((current.keys() - names) - set(extra)))
+
+    def unlike_base(self, but: Set[str]) -> list[str]:
+        """Files, except ``but``, whose content is not that of base. Reads all of them and believes no record."""
+        base, current = scan(self.base), scan(self.dest)
+        return sorted(
+            path
+            for path in (base.keys() & current.keys()) - but
+            if stat.S_ISREG(base[path].st_mode) and not filecmp.cmp(self.base / path, self.dest / path, shallow=False)
+        )
 
     def apply(self, base_id: str, overlay_id: str, overlay: Mapping[str, bytes], *, discard: bool = False) -> Outcome:
         """Make ``dest`` equal to base plus ``overlay``; nothing is written when an edited file would be lost.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -224,6 +225,37 @@ def test_export_never_leaves_an_empty_patch(queue):
     with pytest.raises(PatchError, match="would be empty"):
         queue.export()
     assert "five" in (queue.folder / "one.patch").read_text()
+
+
+def delete_patch(queue: PatchQueue, name: str) -> None:
+    (queue.folder / f"{name}.patch").unlink()
+    series = queue.folder / "series"
+    series.write_text(series.read_text().replace(f"{name}\n", ""))
+
+
+def test_what_a_deleted_patch_edited_is_noticed(queue):
+    add_patch(queue, "one", "src/a.cpp", l5="five")
+    add_patch(queue, "two", "src/b.cpp", l7="seven")
+    queue.prepare()
+    delete_patch(queue, "one")
+    assert queue.difference().edited == ["src/a.cpp"]
+    for left in ("two", ""):
+        with pytest.raises(PatchError, match=r"no patch: src/a\.cpp"):
+            queue.export(force=True)
+        assert queue.series() == [left] * bool(left)
+        delete_patch(queue, left) if left else None
+    assert queue.prepare().written == ["src/a.cpp", "src/b.cpp"] and not queue.difference()
+
+
+def test_a_record_that_takes_an_edit_for_pristine_is_not_believed(queue):
+    add_patch(queue, "one", "src/a.cpp", l5="five")
+    queue.prepare()
+    record = json.loads(queue.record.read_text())
+    queue.record.write_text(json.dumps(record | {"written": {}}))
+    delete_patch(queue, "one")
+    assert queue.difference().edited == ["src/a.cpp"]
+    assert queue.prepare().edited == ["src/a.cpp"] == queue.prepare().edited  # an edit: only named
+    assert queue.prepare(discard=True).written == ["src/a.cpp"] and not queue.difference()
 
 
 def test_a_file_belongs_to_one_patch(queue):
