@@ -116,8 +116,8 @@ PHASE_KV_ROWS_FN void phase_kv_rows_forget(group & g, const phase_kv_rows_state 
     for (int32_t i = g.thread; i < n; i += g.n_threads) {
         const int64_t row = row_of(i);
         const bool valid = row >= 0 && row < s.n_rows;
-        if (valid && s.map[row] >= 0) {
-            const int32_t slot = s.map[row];
+        const int32_t slot = valid ? s.map[row] : PHASE_KV_ROWS_NONE; // read once: K and V of a layer are forgotten side by side
+        if (slot >= 0) {
             s.map[row]    = PHASE_KV_ROWS_NONE;
             s.owner[slot] = PHASE_KV_ROWS_NONE;
             s.stamp[slot] = (uint32_t) s.head[PHASE_KV_ROWS_CLOCK] - PHASE_KV_ROWS_OLD;

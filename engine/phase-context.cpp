@@ -141,16 +141,21 @@ phase_memory_scope::~phase_memory_scope() {
 
 // What follows, up to the graph of a micro-batch, is to find the context's own scheduler: planning, shifts, a switch.
 bool phase_context::before_decode(uint32_t n_tokens) {
-    if (ctx.sched_need_reserve) { // samplers or adapters changed, and what is kept was planned without them
-        small_graphs.drop();
-    }
     small_graphs.restore();
     return group->before_decode(*this, n_tokens);
+}
+
+// Samplers or adapters changed: what is kept was planned without them.
+void phase_context::before_reserve() {
+    small_graphs.drop();
 }
 
 void phase_context::before_graph(uint32_t n_tokens, uint32_t n_seqs, uint32_t n_outputs) {
     if (!planned_prefill) {
         small_graphs.select(n_tokens, n_seqs, n_outputs);
+        if (small_graphs.changed()) {
+            group->note_decode_memory();
+        }
     }
     if (inputs && ctx.sched) {
         inputs->install(ctx.sched.get()); // each time: the scheduler may be another one
@@ -159,7 +164,9 @@ void phase_context::before_graph(uint32_t n_tokens, uint32_t n_seqs, uint32_t n_
 
 void phase_context::after_build(llm_graph_result & built, uint32_t n_outputs) const {
     const auto & cparams = ctx.cparams;
-    const bool   unread  = !cparams.embeddings && (!cparams.embeddings_nextn || cparams.embeddings_nextn_masked);
+    const auto & layers  = cparams.embeddings_layer_inp;
+    const bool   unread  = !cparams.embeddings && (!cparams.embeddings_nextn || cparams.embeddings_nextn_masked) &&
+        std::find(layers.begin(), layers.end(), true) == layers.end();
     if (cparams.ctx_type == LLAMA_CONTEXT_TYPE_MTP && n_outputs == 0 && unread) {
         phase_keep_writes(built.get_ctx(), built.get_gf());
     }

@@ -46,6 +46,9 @@ struct phase_context {
     // Called at the start of each decode, before anything of the batch is allocated. False: the context is unusable.
     bool before_decode(uint32_t n_tokens);
 
+    // Called before the scheduler is made anew, in decode(), encode() or a training run.
+    void before_reserve();
+
     // Called before the graph of each micro-batch is looked up.
     void before_graph(uint32_t n_tokens, uint32_t n_seqs, uint32_t n_outputs);
 

@@ -13,6 +13,7 @@ struct phase_graphs::planned {
     std::array<llm_graph_result_ptr, 2> prev;
     llm_graph_result *                  active = nullptr;
     llm_graph_result_ptr                reserve;
+    std::vector<size_t>                 expected; // bytes of the compute buffers, as the context notes them
 };
 
 phase_graphs::phase_graphs(llama_context & ctx, uint32_t n_most, uint32_t n_tokens_most, std::function<bool()> fits) :
@@ -28,6 +29,7 @@ void phase_graphs::swap_with_context(planned & with) {
     std::swap(with.prev,    ctx.gf_res_prev);
     std::swap(with.active,  ctx.gf_res_prev_active);
     std::swap(with.reserve, ctx.gf_res_reserve);
+    std::swap(with.expected, ctx.backend_buf_exp_size);
 }
 
 void phase_graphs::restore() {
@@ -41,6 +43,7 @@ void phase_graphs::drop() {
     restore();
     if (!kept.empty()) {
         ctx.synchronize();
+        is_changed = true;
     }
     kept.clear();
     buffers.reset();
@@ -78,6 +81,7 @@ void phase_graphs::plan_buffers() {
 bool phase_graphs::make(const shape & of) {
     const size_t   max_nodes       = ctx.graph_max_nodes(std::max(of.n_tokens, ctx.cparams.n_seq_max));
     const uint32_t n_input_tensors = ctx.n_input_tensors;
+    const auto     n_outputs       = ctx.n_outputs;
 
     bool done = false;
     try {
@@ -89,6 +93,7 @@ bool phase_graphs::make(const shape & of) {
         fresh->types = std::make_unique<lent_types>(*buffers, ctx.backend_buft);
         fresh->sched.reset(ggml_backend_sched_new(ctx.backend_ptrs.data(), fresh->types->data(), ctx.backend_ptrs.size(), max_nodes, false, ctx.cparams.op_offload));
         fresh->reserve.reset(new llm_graph_result(max_nodes));
+        fresh->expected.resize(ctx.backend_ptrs.size());
         kept.push_back(std::move(fresh));
         in_use = kept.back().get();
         swap_with_context(*in_use);
@@ -99,12 +104,16 @@ bool phase_graphs::make(const shape & of) {
         LLAMA_LOG_DEBUG("llama-phase: %s\n", error.what());
     }
     ctx.n_input_tensors = n_input_tensors;
+    ctx.n_outputs       = n_outputs;
     if (!done && in_use) {
         restore();
         kept.pop_back();
     }
     if (kept.empty()) {
         buffers.reset();
+    }
+    for (size_t i = 0; done && i < ctx.backend_ptrs.size(); ++i) {
+        ctx.backend_buf_exp_size[i] = ggml_backend_sched_get_buffer_size(ctx.sched.get(), ctx.backend_ptrs[i]);
     }
     return done;
 }
@@ -141,12 +150,14 @@ void phase_graphs::select(uint32_t n_tokens, uint32_t n_seqs, uint32_t n_outputs
     if (kept.size() >= n_most) {
         ctx.synchronize();
         kept.erase(kept.begin());
+        is_changed = true;
     }
     if (!make(of)) {
         full = true;
         LLAMA_LOG_INFO("llama-phase: no memory to keep the graph of batches of %u tokens: it is built anew at each change of size\n", n_tokens);
         return;
     }
+    is_changed = true;
     std::lock_guard<std::mutex> guard(lock);
     counters.n_made++;
 }

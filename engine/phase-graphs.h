@@ -22,6 +22,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 struct llama_context;
@@ -45,6 +46,9 @@ class phase_graphs {
 
     // restore(), and frees what is kept.
     void drop();
+
+    // Whether something was kept or freed since the last call.
+    bool changed() { return std::exchange(is_changed, false); }
 
     size_t bytes(ggml_backend_t backend) const; // of compute buffers, the context's own included
 
@@ -76,6 +80,7 @@ class phase_graphs {
     planned *                             in_use = nullptr; // of kept: in the context's place, and the context's own in it
     std::vector<shape>                    seen;             // small ones, the last one at the end
     bool                                  full = false;
+    bool                                  is_changed = false;
 
     int32_t                   n_reused_before = 0; // llama_context::n_reused, which others reset
     mutable std::mutex        lock;

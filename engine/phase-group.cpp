@@ -81,8 +81,7 @@ bool phase_group::before_decode(const phase_context & member, uint32_t n_tokens)
         return false;
     }
     if (stats.decode_memory.empty()) {
-        std::lock_guard<std::mutex> guard(lock);
-        note_memory(stats.decode_memory);
+        note_decode_memory();
     }
     if (&member != members.front()) {
         return true;
@@ -218,6 +217,11 @@ void phase_group::note_memory(std::vector<phase_device_memory> & memory) {
             }
         }
     }
+}
+
+void phase_group::note_decode_memory() {
+    std::lock_guard<std::mutex> guard(lock);
+    note_memory(stats.decode_memory);
 }
 
 void phase_group::note_experts() {

@@ -29,6 +29,9 @@ struct phase_group {
 
     bool before_decode(const phase_context & member, uint32_t n_tokens);
 
+    // Compute buffers of the decode phase came or went, outside of a transaction.
+    void note_decode_memory();
+
     // slots, rings and compute buffers of all members on a device
     size_t taken_bytes(ggml_backend_dev_t dev) const;
 

@@ -61,10 +61,7 @@ void phase_group::enter() {
         return bytes;
     };
 
-    {
-        std::lock_guard<std::mutex> guard(lock);
-        note_memory(stats.decode_memory);
-    }
+    note_decode_memory();
 
     const phase_report report = run({
         { PHASE_STEP_ENTER_QUIESCE,         quiesce,  "",                             nullptr },

@@ -8,6 +8,8 @@
 //   begin:N done abort      explicit events on sequence 0
 //   join:I           context I becomes a member
 //   reset
+//   kept             result: shapes of small batches whose graph is kept
+//   train            prepare the context for training, without parameters: the scheduler is made anew
 //   short            get_stats with the size of a caller that knows the first five members only; result: its n_entered, untouched
 
 #include "llama-phase.h"
@@ -15,6 +17,7 @@
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -80,6 +83,19 @@ int main(int argc, char ** argv) {
         if (name == "abort")  { result = llama_phase_prompt_abort(now->ctx, 0); }
         if (name == "join")   { result = llama_phase_join(now->ctx, entries[n]->ctx); }
         if (name == "reset")  { llama_phase_reset(now->ctx); }
+        if (name == "kept")   {
+            char text[1 << 16];
+            llama_phase_context_json(now->ctx, text, sizeof(text));
+            const char * at = strstr(text, "\"kept\":");
+            result = at ? atoi(at + strlen("\"kept\":")) : -1;
+        }
+        if (name == "train")  {
+            llama_opt_params params = {};
+            params.param_filter   = [](const ggml_tensor *, void *) { return false; };
+            params.get_opt_pars   = ggml_opt_get_default_optimizer_params;
+            params.optimizer_type = GGML_OPT_OPTIMIZER_TYPE_SGD;
+            llama_opt_init(now->ctx, model, params);
+        }
         if (name == "short")  {
             llama_phase_stats old = {};
             old.size      = offsetof(llama_phase_stats, n_entered);

@@ -162,6 +162,22 @@ def test_stats_of_an_older_caller(run: Run) -> None:
     assert run("new:126", "short")[-1]["result"] == 77
 
 
+SIZES = ("decode:2", "decode:3") * 3
+
+
+def test_graphs_kept_for_sizes_count_as_memory(run: Run) -> None:
+    """Compute buffers of their own, until the phase that has them ends."""
+    states = run("new:126", *SIZES, "kept", "decode:600", "decode:1", "kept")
+    assert [state["result"] for state in states if state["command"] == "kept"] == [2, 0]
+    assert states[len(SIZES)]["bytes"] > states[1]["bytes"] == states[-1]["bytes"]
+
+
+def test_a_scheduler_made_anew_leaves_no_graph_of_before(run: Run) -> None:
+    """Outside of a decode, while a kept graph stands in the context's place: it was planned for what has changed."""
+    states = run("new:128", *SIZES, "kept", "train", "kept", "decode:2")
+    assert [state["result"] for state in states[-4:]] == [2, 0, 0, 0]
+
+
 def test_llama_bench_switches(engine: Path, model_path) -> None:
     """A program of upstream's, untouched: its prompt runs at the prefill micro-batch."""
     args = ["-p", "1024", "-n", "8", "-b", "512", "-ub", "126", "-r", "1", "-t", "1", "--no-warmup", "-v", "-o", "json"]
