@@ -59,6 +59,7 @@ void phase_graphs::plan_buffers() {
     const size_t   max_nodes = ctx.graph_max_nodes(n_tokens);
     largest.sched.reset(ggml_backend_sched_new(ctx.backend_ptrs.data(), ctx.backend_buft.data(), ctx.backend_ptrs.size(), max_nodes, false, ctx.cparams.op_offload));
     largest.reserve.reset(new llm_graph_result(max_nodes));
+    largest.expected.resize(ctx.backend_ptrs.size());
 
     std::vector<size_t> sizes(ctx.backend_ptrs.size());
     const auto mctx = ctx.memory->init_full();
