@@ -4,6 +4,7 @@
 #include "llama-impl.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 struct phase_graphs::planned {
     shape of;
