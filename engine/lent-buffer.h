@@ -4,7 +4,8 @@
 //
 //   lent_buffers ──owns──> one buffer per type ──lent to──> the compute buffer of each scheduler that plans with lent_types
 //
-// What is lent is an ordinary buffer of the inner type (same type, same context), so backends see no difference. A scheduler that wants
+// What is lent is an ordinary buffer of the inner type (same type, same context) but for its free_buffer, by which a backend must not
+// know its buffers. A scheduler that wants
 // more than there is, or a second buffer, gets memory of its own. Contents do not survive another scheduler's computing, and schedulers
 // keep none: inputs are written before each graph.
 
@@ -16,7 +17,7 @@
 
 class lent_buffers {
   public:
-    // `sizes[i]` bytes of `types[i]`; types that come up again share one buffer. Throws std::runtime_error when there is no memory.
+    // `sizes[i]` bytes of `types[i]`, 0: none of it is lent; types that come up again share one buffer. Throws std::runtime_error when there is no memory.
     lent_buffers(const std::vector<ggml_backend_buffer_type_t> & types, const std::vector<size_t> & sizes);
     ~lent_buffers();
 

@@ -1,5 +1,8 @@
 #include "phase-graphs.h"
 
+#include "expert-op.h"
+#include "expert-store.h"
+
 #include "llama-context.h"
 #include "llama-impl.h"
 
@@ -75,6 +78,12 @@ void phase_graphs::plan_buffers() {
     swap_with_context(largest);
     if (!done) {
         throw std::runtime_error("a small batch cannot be planned");
+    }
+    for (size_t i = 0; i < sizes.size(); ++i) {
+        // others may know their buffers by how they are freed, as the one of tensor parallelism does: each scheduler has its own of those
+        if (!ggml_backend_buft_is_host(ctx.backend_buft[i]) && !phase_backend_api_of(ggml_backend_get_device(ctx.backend_ptrs[i]))) {
+            sizes[i] = 0;
+        }
     }
     buffers = std::make_unique<lent_buffers>(ctx.backend_buft, sizes);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -172,6 +173,17 @@ def test_graphs_kept_for_sizes_count_as_memory(run: Run) -> None:
     assert states[len(SIZES)]["bytes"] > states[1]["bytes"] == states[-1]["bytes"]
 
 
+def test_kept_graphs_stay_within_the_budget(run: Run) -> None:
+    """Buffers that would exceed it are freed again, and batches run as before."""
+    large = {"EXPERT_BATCH": "64"}  # of more than a MiB
+    roomy = run("new:126", *SIZES, "kept", **large)
+    budget = math.floor(roomy[-1]["bytes"] / 2**20)
+    assert roomy[-1]["result"] == 2 and roomy[1]["bytes"] < budget * 2**20
+    states = run("new:126", *SIZES, "kept", BUDGET_MIB=str(budget), **large)
+    assert not any(state["result"] for state in states)
+    assert states[-1]["bytes"] == states[1]["bytes"] == roomy[1]["bytes"]
+
+
 def test_a_scheduler_made_anew_leaves_no_graph_of_before(run: Run) -> None:
     """Outside of a decode, while a kept graph stands in the context's place: it was planned for what has changed."""
     states = run("new:128", *SIZES, "kept", "train", "kept", "decode:2")
@@ -194,13 +206,19 @@ def test_llama_bench_switches(engine: Path, model_path) -> None:
     assert "step enter.reserve_prefill_buffers" in result.stderr
 
 
-def test_pinned_memory_waits_for_its_phase(engine: Path, tmp_path: Path) -> None:
-    """The pool of compute buffers: found again by size, nothing used twice, freed in any order."""
-    source, program = PHASE_BIN.parents[1] / "src", tmp_path / "host_pool"
+@pytest.mark.parametrize(
+    "name",
+    [
+        "host-pool",  # found again by size, nothing used twice, freed in any order
+        "lent-buffer",  # one memory for all that are lent it, freed once; what is more comes from elsewhere
+    ],
+)
+def test_memory_of_compute_buffers(engine: Path, tmp_path: Path, name: str) -> None:
+    source, program = PHASE_BIN.parents[1] / "src", tmp_path / name
     include = [f"-I{folder}" for folder in (source / "ggml/include", source / "ggml/src", ROOT / "engine")]
     link = ["-Wl,-rpath," + str(PHASE_BIN), f"-L{PHASE_BIN}", "-lggml", "-lggml-base", "-lggml-cpu"]
     flags = ["-std=c++17", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    sources = [ROOT / "tests/host_pool.cpp", ROOT / "engine/host-pool.cpp"]
+    sources = [ROOT / f"tests/{name.replace('-', '_')}.cpp", ROOT / f"engine/{name}.cpp"]
     compiled = subprocess.run(["g++", *flags, *include, *sources, "-o", program, *link], capture_output=True, text=True)
     assert compiled.returncode == 0, compiled.stderr
     result = subprocess.run([program], env=clean_environment({}), capture_output=True, text=True, timeout=60)
