@@ -88,14 +88,17 @@ void phase_kv_keep_rows(const llama_model & model, const std::vector<phase_kv_la
         ggml_backend_dev_memory(dev, &free_bytes, &total_bytes);
         const int64_t n_slots = phase_kv_rows_choose(phase_config_load().kv_rows, n_rows, bytes, free_bytes);
         std::string   why     = n_slots > 0 ? "" : "LLAMA_PHASE_KV_ROWS is 0, or little device memory is free";
-        for (size_t i = 0; i < own.size() && why.empty(); ++i) {
-            why = phase_kv_keep_rows(own[i].k, own[i].v, n_slots);
+        size_t n_kept = 0; // layers
+        while (n_kept < own.size() && why.empty()) {
+            why = phase_kv_keep_rows(own[n_kept].k, own[n_kept].v, n_slots);
+            n_kept += why.empty();
         }
         if (why.empty()) {
             LLAMA_LOG_INFO("llama-phase: %s keeps %lld of %lld positions of K/V in host memory, %.0f MiB for %zu layers\n", ggml_backend_dev_name(dev),
                     (long long) n_slots, (long long) n_rows, n_slots*bytes/1048576.0, own.size());
         } else {
-            LLAMA_LOG_WARN("llama-phase: %s reads all K/V over the link: %s\n", ggml_backend_dev_name(dev), why.c_str());
+            LLAMA_LOG_WARN("llama-phase: %s reads all K/V of %zu of %zu layers over the link: %s\n", ggml_backend_dev_name(dev), own.size() - n_kept,
+                    own.size(), why.c_str());
         }
         if (noting) {
             for (auto & note : notes) {
