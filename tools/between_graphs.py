@@ -1,0 +1,134 @@
+#!/usr/bin/env python3
+"""What a token costs on the GPU and what passes between the graphs of two tokens, timed from outside of the engine.
+
+  [LLAMA_PHASE_...=...] tools/between_graphs.py MODEL [--texts N] [--tokens N] [--calls FILE] -- [FLAGS OF llama-server]
+
+Starts the built CUDA engine behind a library that notes the runtime's calls (tools/between_graphs.cpp), has it answer
+short random prompts, and prints per token: the graph's time on the GPU, the time between graphs, tokens computed
+without a graph, and pauses of the host of 2 ms and more. --calls keeps the calls themselves, a line each.
+
+exit codes: 0 done, 1 the server failed (its message), 2 wrong usage, 3 no CUDA engine, compiler or CUDA headers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from llama_phase.errors import LlamaPhaseError  # noqa: E402
+
+PAUSE_NS = 2_000_000
+ANSWER_NS = 150_000_000  # longer: another answer began
+
+
+@dataclass
+class Figures:
+    """Milliseconds, one entry per token, of `pauses` per pause."""
+
+    token: list[float] = field(default_factory=list)
+    graph: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    pauses: list[float] = field(default_factory=list)
+    direct: int = 0  # tokens computed kernel by kernel
+
+
+def figures(lines: Iterable[str], logits_bytes: int | None = None) -> Figures:
+    """What the library wrote. A token ends where its logits come down, the largest download that is seen often."""
+    calls = [line.split() for line in lines]
+    downloads = [int(c[3]) for c in calls if c[0] == "down"]
+    size = logits_bytes or max(downloads, key=lambda n: (downloads.count(n) > len(downloads) // 20, n), default=0)
+    ends = [i for i, c in enumerate(calls) if c[0] == "down" and int(c[3]) == size]
+    out = Figures()
+    last_graph_ms = None
+    for a, b in pairwise(ends):
+        part = calls[a : b + 1]
+        took = int(part[-1][1]) - int(part[0][1])
+        if took > ANSWER_NS:
+            last_graph_ms = None
+            continue
+        out.token.append(took / 1e6)
+        launches = [(float(c[5]), float(c[6])) for c in part if c[0] == "launch" and float(c[6]) > 0]
+        for begin, end in launches:
+            out.graph.append(end - begin)
+            if last_graph_ms is not None:
+                out.between.append(begin - last_graph_ms)
+            last_graph_ms = end
+        if any(int(c[4]) for c in part[1:]):
+            out.direct += 1
+            last_graph_ms = None
+            continue
+        gaps = (int(y[1]) - int(x[2]) for x, y in pairwise(part))
+        out.pauses += [gap / 1e6 for gap in gaps if gap > PAUSE_NS]
+    return out
+
+
+def report(found: Figures) -> str:
+    """One line a figure."""
+
+    def both(values: list[float]) -> str:
+        return f"median {statistics.median(values):.2f}, mean {statistics.mean(values):.2f} ms" if values else "none"
+
+    lines = [f"token           {both(found.token)}, {len(found.token)} of them"]
+    lines += [f"graph on GPU    {both(found.graph)}", f"between graphs  {both(found.between)}"]
+    lines += [f"kernel by kernel {found.direct} tokens"]
+    lines += [f"pauses of the host, 2 ms or more: {len(found.pauses)}, {sum(found.pauses):.0f} ms together"]
+    return "\n".join(lines)
+
+
+def build(folder: Path) -> Path:
+    """The library. Raises LlamaPhaseError without a compiler or the CUDA headers."""
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    include = Path(nvcc).resolve().parents[1] / "include"
+    if not shutil.which("g++") or not (include / "cuda_runtime_api.h").exists():
+        raise LlamaPhaseError("no g++ or no CUDA headers", fix="install them, put nvcc on the PATH")
+    library = folder / "between_graphs.so"
+    command = ["g++", "-std=c++17", "-O2", "-fPIC", "-shared", f"-I{include}", str(ROOT / "tools/between_graphs.cpp")]
+    subprocess.run([*command, "-o", str(library), "-ldl"], check=True)
+    return library
+
+
+def main() -> int:
+    from llama_phase.bench import prompt_tokens
+    from llama_phase.server import Server
+    from llama_phase.settings import Settings
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--texts", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=300, help="of each answer")
+    parser.add_argument("--vocabulary", type=int, default=4000, help="prompts are random ids below it")
+    parser.add_argument("--calls", type=Path, help="where the calls are kept")
+    parser.add_argument("flags", nargs="*", help="of llama-server, behind --")
+    options = parser.parse_args()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            calls = options.calls or Path(folder) / "calls"
+            os.environ.update(LD_PRELOAD=str(build(Path(folder))), BETWEEN_GRAPHS=str(calls.absolute()))
+            flags = ("-np", "1", "--no-warmup", *options.flags)
+            settings = Settings.load(model=options.model, port=0, backend="cuda", upstream=flags)
+            with Server(settings) as server, server.client() as client:
+                for text in range(options.texts):
+                    prompt = prompt_tokens(200, text, options.vocabulary)
+                    answer = client.completion(prompt, options.tokens, cache_prompt=False, ignore_eos=True)
+                    print(f"text {text}: {answer.timings['predicted_per_token_ms']:.2f} ms per token", flush=True)
+            print(report(figures(calls.read_text().splitlines())))
+    except LlamaPhaseError as error:
+        print(f"between_graphs: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
