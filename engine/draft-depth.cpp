@@ -5,19 +5,18 @@
 
 namespace {
 
-constexpr double   COST_WINDOW    = 32;   // samples of a moving mean
-constexpr uint32_t COST_ENOUGH    = 3;    // samples after which a size counts as measured
-constexpr double   COST_OUTLIER   = 1.5;  // times the mean: cut off there
-constexpr double   COST_FALL      = 0.75; // times the mean: what is below counts half, since disturbances only add
-constexpr double   COST_DRIFT     = 0.3;  // of the anchor
+constexpr size_t   COST_ROUNDS    = 12;   // of a size that are kept
+constexpr uint64_t COST_AGE       = 128;  // rounds, after which they end when newer ones come
+constexpr size_t   COST_ENOUGH    = 3;    // rounds of a size that is measured
+constexpr double   LINE_ROUNDS    = 1;    // that the line through all sizes is worth
+constexpr double   COST_MOVED     = 0.25; // of what it was first
 constexpr double   FADED_TRIALS   = 32;
 constexpr double   PRIOR_WEIGHT   = 16;   // trials that a prior is worth
 constexpr double   FIRST_RATE     = 0.7;  // of the first position, before anything is known
 constexpr double   FIRST_WEIGHT   = 2;
-constexpr uint32_t NEW_ROUNDS     = 2;    // of a size that comes up for the first time: its graph is planned, then captured
-constexpr uint32_t SETTLE_ROUNDS  = 1;    // after a change: graphs may not be kept
-constexpr uint32_t EXPLORE_RUN    = SETTLE_ROUNDS + 1;        // rounds of one depth while depths are tried in turn
-constexpr uint32_t EXPLORE_ROUNDS = NEW_ROUNDS + EXPLORE_RUN*COST_ENOUGH; // of each
+constexpr uint32_t SETTLE_ROUNDS  = 1;    // after a change: a graph is planned
+constexpr uint32_t EXPLORE_RUN    = SETTLE_ROUNDS + 1; // rounds of one depth while depths are tried in turn
+constexpr uint32_t EXPLORE_ROUNDS = EXPLORE_RUN*4;     // of each; the first run captures
 constexpr uint32_t DECIDE_EVERY   = 8;    // rounds
 constexpr double   GAIN           = 1.03; // what a change has to win
 constexpr uint32_t PROBE_ROUNDS   = SETTLE_ROUNDS + 3;
@@ -35,61 +34,75 @@ constexpr int32_t  EXPLORED[]     = { 3, 0, 1 }; // depths, tried in turn; deepe
 // cost
 //
 
-void draft_cost::add(int32_t size, double ms, bool move_others) {
-    auto & e = measured[size];
-    if (e.n >= COST_ENOUGH) {
-        ms = std::min(ms, COST_OUTLIER*e.ms);
+void draft_cost::add(int32_t size, double ms, uint64_t round) {
+    auto & s = sizes[size];
+    s.last.push_back({ ms, round });
+    while (s.last.size() > COST_ROUNDS || s.last.front().round + COST_AGE < round) {
+        s.last.pop_front();
     }
-    e.n++;
-    const double before = e.ms;
-    const double weight = 1.0/std::min<double>(e.n, COST_WINDOW);
-    e.ms += (ms - e.ms)*(ms < COST_FALL*e.ms ? std::max(weight, 0.5) : weight);
-    if (e.n <= COST_ENOUGH && e.anchor == 0.0) {
-        e.anchor = e.ms;
+    std::vector<double> sorted;
+    for (const auto & one : s.last) {
+        sorted.push_back(one.ms);
     }
-    if (move_others && e.n > COST_ENOUGH && before > 0.0) {
-        for (auto & [other, o] : measured) {
-            if (other != size) {
-                o.ms *= e.ms/before;
-            }
-        }
+    std::sort(sorted.begin(), sorted.end());
+    s.quartile = sorted[(sorted.size() - 1)/4];
+    if (s.first == 0.0 && s.last.size() >= COST_ENOUGH) {
+        s.first = s.quartile;
+    }
+    fit();
+}
+
+// Weighted least squares; then from the largest size down.
+void draft_cost::fit() {
+    double n = 0.0, x = 0.0, y = 0.0, xx = 0.0, xy = 0.0;
+    for (const auto & [size, s] : sizes) {
+        n += s.last.size();
+        x += s.last.size()*(double) size;
+        y += s.last.size()*s.quartile;
+    }
+    origin    = proportional ? 0.0 : x/n;
+    origin_ms = proportional ? 0.0 : y/n;
+    for (const auto & [size, s] : sizes) {
+        xx += s.last.size()*(size - origin)*(size - origin);
+        xy += s.last.size()*(size - origin)*(s.quartile - origin_ms);
+    }
+    slope_ms = xx > 0.0 ? std::max(xy/xx, 0.0) : 0.0;
+
+    double least = INFINITY;
+    for (auto it = sizes.rbegin(); it != sizes.rend(); ++it) {
+        auto & s = it->second;
+        least = s.ms = std::min(least, (s.last.size()*s.quartile + LINE_ROUNDS*line(it->first))/(s.last.size() + LINE_ROUNDS));
     }
 }
 
-void draft_cost::renew(int32_t size) {
-    if (const auto it = measured.find(size); it != measured.end()) {
-        it->second.n = std::min(it->second.n, 2u);
-    }
+bool draft_cost::moved(int32_t size) const {
+    const auto & s = sizes.at(size);
+    return std::abs(s.quartile - s.first) > COST_MOVED*s.first && s.first > 0.0;
 }
 
-bool draft_cost::drifted(int32_t size) const {
-    const auto & e = measured.at(size);
-    return e.n > COST_ENOUGH && std::abs(e.ms - e.anchor) > COST_DRIFT*e.anchor;
-}
-
-void draft_cost::anchor() {
-    for (auto & [size, e] : measured) {
-        e.anchor = e.ms;
-    }
+void draft_cost::forget_all_but(int32_t size) {
+    auto kept = sizes[size];
+    kept.first = kept.quartile;
+    sizes = { { size, kept } };
+    fit();
 }
 
 double draft_cost::at(int32_t size) const {
-    auto above = measured.lower_bound(size);
-    if (above != measured.end() && above->first == size) {
+    const auto above = sizes.lower_bound(size);
+    if (above != sizes.end() && above->first == size) {
         return above->second.ms;
     }
-    if (measured.size() < 2) {
-        return measured.empty() ? 0.0 : measured.begin()->second.ms;
+    const double least = above == sizes.begin() ? 0.0      : std::prev(above)->second.ms;
+    const double most  = above == sizes.end()   ? INFINITY : above->second.ms;
+    return sizes.empty() ? 0.0 : std::min(std::max(line(size), least), most);
+}
+
+std::map<int32_t, draft_cost::entry> draft_cost::entries() const {
+    std::map<int32_t, entry> all;
+    for (const auto & [size, s] : sizes) {
+        all[size] = { s.ms, (uint32_t) s.last.size() };
     }
-    if (above == measured.begin()) {
-        ++above;
-    } else if (above == measured.end()) {
-        --above;
-    }
-    const auto   below = std::prev(above);
-    const double slope = (above->second.ms - below->second.ms)/(above->first - below->first);
-    const double least = size > above->first ? above->second.ms : 0.0; // more tokens are never faster, whatever the noise says
-    return std::max(below->second.ms + slope*(size - below->first), least);
+    return all;
 }
 
 //
@@ -218,27 +231,26 @@ void draft_depth::close_round(double now_ms) {
         size += tokens;
     }
     for (const auto & [seq, depth] : current.depths) {
-        const auto     it     = sequences.find(seq);
-        const uint32_t settle = verify.entries().count(size) ? SETTLE_ROUNDS : NEW_ROUNDS;
-        settled = settled && it != sequences.end() && it->second.n_since_change >= (current.exploring ? SETTLE_ROUNDS : settle) &&
-            (!current.exploring || visits[depth] > NEW_ROUNDS);
+        const auto it = sequences.find(seq);
+        settled = settled && it != sequences.end() && it->second.n_since_change >= SETTLE_ROUNDS;
         deepest = std::max(deepest, depth);
     }
     if (!settled) {
         return;
     }
+    n_rounds++;
+    n_since_explored++;
     if (deepest > 0) {
-        draft.add(deepest, current.draft_ms, !current.exploring);
+        draft.add(deepest, current.draft_ms, n_rounds);
     }
-    verify.add(size, now_ms - current.begin_ms - (deepest > 0 ? current.draft_ms : 0.0), !current.exploring);
-    if (++n_since_explored > explore_after && !current.exploring && verify.drifted(size)) {
+    verify.add(size, now_ms - current.begin_ms - (deepest > 0 ? current.draft_ms : 0.0), n_rounds);
+    if (n_since_explored > explore_after && current.depths.size() == 1 && verify.moved(size)) {
         n_since_explored = 0;
         explore_after    = std::min(2*explore_after, EXPLORE_SELDOM);
-        verify.anchor();
-        for (auto & [depth, n] : visits) {
-            n = NEW_ROUNDS;
-            verify.renew(depth + 1);
-            draft.renew(depth);
+        visits.clear();
+        verify.forget_all_but(size);
+        if (deepest > 0) {
+            draft.forget_all_but(deepest);
         }
     }
 }
@@ -302,10 +314,6 @@ void draft_depth::set_depth(sequence & s, int32_t depth) {
         if (s.depth == 0 && !current.exploring) { // what was seen before is old
             s.acceptance.fade();
             acceptance.fade();
-        }
-        if (!current.exploring) {
-            verify.renew(depth + 1);
-            draft.renew(depth);
         }
         s.depth          = depth;
         s.n_since_change = 0;

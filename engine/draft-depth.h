@@ -11,8 +11,9 @@
 // sequences' depths given. A change needs a gain (hysteresis), and now and then a neighbouring depth is tried for a few rounds, so
 // that times and acceptances that changed are noticed, at depth 0 too.
 //
-// Times drift (expert slots that fill, a context that grows) by more than depths differ. So depths are compared by rounds that lie close
-// together: the first ones are tried in turn, and what moves the time of one size moves the others' by the same factor.
+// Single rounds are disturbed (a thread that is late, a graph that is captured), which only adds. So a time is the lower quartile of a size's
+// last rounds, and sizes are held against each other: draft_cost. Times drift, too (expert slots that fill, a context that grows), by more
+// than depths differ: the first ones are tried in turn, and again when the time of the size in use has moved far.
 //
 // Events of a sequence: prompt, begin (its prompt is done), end. Events of a round: choose() for each sequence, drafted(),
 // verified() for each draft; the next round's first choose() ends it. Rounds that shared their batch with a prompt, or in which
@@ -20,32 +21,52 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <set>
 #include <vector>
 
 inline constexpr int32_t DRAFT_DEPTH_MAX = 63; // deeper drafts are not considered
 
-// Milliseconds by size. Sizes that were never measured lie on the line through their measured neighbours.
+// Milliseconds by size: the lower quartile of its last rounds, that of few rounds mixed with a line through all sizes, and never more than that
+// of a larger size. Sizes that were not measured lie on the line, between those that were.
 class draft_cost {
   public:
     struct entry {
-        double   ms     = 0.0; // moving mean
-        double   anchor = 0.0; // what it was when all sizes were last measured
-        uint32_t n      = 0;   // samples
+        double   ms = 0.0;
+        uint32_t n  = 0; // rounds it is from
     };
 
-    // `move_others`: what changes this size over time changes the others by the same factor. Not while sizes are tried in turn.
-    void   add(int32_t size, double ms, bool move_others = true);
-    void   renew(int32_t size);         // its next samples count for much
-    bool   drifted(int32_t size) const; // far from its anchor, so the other sizes are likely to be wrong by more than that move
-    void   anchor();                    // all, where they are
-    double at(int32_t size) const; // 0 when nothing was measured
+    // `proportional`: the line goes through 0
+    explicit draft_cost(bool proportional = false) : proportional(proportional) {}
 
-    const std::map<int32_t, entry> & entries() const { return measured; }
+    void   add(int32_t size, double ms, uint64_t round); // rounds only grow; a size's old ones end
+    bool   moved(int32_t size) const;         // far from what it was first, so the other sizes are likely to be wrong
+    void   forget_all_but(int32_t size);
+    double at(int32_t size) const;            // 0 when nothing was measured
+
+    std::map<int32_t, entry> entries() const;
 
   private:
-    std::map<int32_t, entry> measured;
+    struct sample {
+        double   ms;
+        uint64_t round;
+    };
+    struct samples {
+        std::deque<sample> last;
+        double             quartile = 0.0;
+        double             first    = 0.0; // quartile, 0: not known yet
+        double             ms       = 0.0;
+    };
+
+    void   fit();
+    double line(int32_t size) const { return origin_ms + slope_ms*(size - origin); }
+
+    const bool                 proportional;
+    std::map<int32_t, samples> sizes;
+    double                     origin    = 0.0;
+    double                     origin_ms = 0.0;
+    double                     slope_ms  = 0.0;
 };
 
 // Moving acceptance rates by position, counted from 0.
@@ -147,8 +168,9 @@ class draft_depth {
     round                       current;
 
     draft_cost       verify;
-    draft_cost       draft;
+    draft_cost       draft { true };
     draft_acceptance acceptance { 512 }; // of all sequences
+    uint64_t         n_rounds         = 0;
     uint32_t         n_since_explored = 0; // rounds
     uint32_t         explore_after;
     draft_stats      counters;
