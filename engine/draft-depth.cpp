@@ -17,6 +17,7 @@ constexpr double   FIRST_WEIGHT   = 2;
 constexpr uint32_t SETTLE_ROUNDS  = 1;    // after a change: a graph is planned
 constexpr uint32_t EXPLORE_RUN    = SETTLE_ROUNDS + 1; // rounds of one depth while depths are tried in turn
 constexpr uint32_t EXPLORE_ROUNDS = EXPLORE_RUN*4;     // of each; the first run captures
+constexpr double   EXPLORE_TOKENS = 1.2;  // of a round: depths that yield less are not tried in turn, whatever they take
 constexpr uint32_t DECIDE_EVERY   = 8;    // rounds
 constexpr double   GAIN           = 1.03; // what a change has to win
 constexpr uint32_t PROBE_ROUNDS   = SETTLE_ROUNDS + 3;
@@ -301,7 +302,7 @@ int32_t draft_depth::unexplored(int32_t cap) const {
         if (n % EXPLORE_RUN != 0) {
             return depth;
         }
-        if (n < least) {
+        if (n < least && (depth == 0 || acceptance.expected(depth) >= EXPLORE_TOKENS)) {
             least = n;
             next  = depth;
         }
