@@ -20,12 +20,11 @@ constexpr uint32_t EXPLORE_ROUNDS = EXPLORE_RUN*4;     // of each; the first run
 constexpr double   EXPLORE_TOKENS = 1.2;  // of a round: depths that yield less are not tried in turn, whatever they take
 constexpr uint32_t DECIDE_EVERY   = 8;    // rounds
 constexpr double   GAIN           = 1.03; // what a change has to win
-constexpr uint32_t PROBE_ROUNDS   = SETTLE_ROUNDS + 3;
-constexpr uint32_t PROBE_FIRST    = 16;   // rounds; doubled by each probe that changed nothing
+constexpr uint32_t PROBE_ROUNDS   = SETTLE_ROUNDS + 5;
+constexpr uint32_t PROBE_FIRST    = 32;   // rounds; doubled by each probe that changed nothing
 constexpr uint32_t PROBE_SELDOM   = 512;
-constexpr uint32_t PROBE_HOPELESS = 256;  // at least, for a depth that looks worse than HOPELESS; at most, for a new sequence's first
-constexpr double   HOPELESS       = 0.8;  // of the tokens per millisecond of the depth in use
-constexpr uint32_t EXPLORE_AGAIN  = 64;   // rounds after which times that drifted have all measured anew; doubled each time
+constexpr uint32_t PROBE_NEXT     = 256;  // at most, for a new sequence's first
+constexpr uint32_t EXPLORE_AGAIN  = 48;   // rounds after which times that drifted have all measured anew; doubled each time
 constexpr uint32_t EXPLORE_SELDOM = 8192;
 constexpr int32_t  EXPLORED[]     = { 3, 0, 1 }; // depths, tried in turn; deeper ones lie on the line through these until they are chosen
 
@@ -172,7 +171,7 @@ void draft_depth::begin(int32_t seq) {
     sequence s;
     s.home          = last.home;
     s.n_since_probe = last.n_since_probe;
-    s.probe_every   = std::min(last.probe_every, PROBE_HOPELESS); // its text may be another one
+    s.probe_every   = std::min(last.probe_every, PROBE_NEXT); // its text may be another one
     s.probe_deeper  = last.probe_deeper;
     sequences[seq]  = s;
     current.disturbed = true;
@@ -245,7 +244,7 @@ void draft_depth::close_round(double now_ms) {
         draft.add(deepest, current.draft_ms, n_rounds);
     }
     verify.add(size, now_ms - current.begin_ms - (deepest > 0 ? current.draft_ms : 0.0), n_rounds);
-    if (n_since_explored > explore_after && current.depths.size() == 1 && verify.moved(size)) {
+    if (n_since_explored > explore_after && current.depths.size() == 1 && sequences.begin()->second.home == deepest && verify.moved(size)) {
         n_since_explored = 0;
         explore_after    = std::min(2*explore_after, EXPLORE_SELDOM);
         visits.clear();
@@ -322,19 +321,12 @@ void draft_depth::set_depth(sequence & s, int32_t depth) {
 }
 
 // a neighbour whose turn it is, -1 for none
-int32_t draft_depth::to_probe(int32_t seq, const sequence & s, int32_t cap) const {
+int32_t draft_depth::to_probe(const sequence & s, int32_t cap) const {
     if (s.n_since_probe < s.probe_every || cap == 0) {
         return -1;
     }
-    const double now    = score(seq, s, s.home);
-    const bool   deeper = s.home == 0 || (s.probe_deeper && s.home < cap);
-    for (const int32_t depth : { s.home + (deeper ? 1 : -1), s.home + (deeper ? -1 : 1) }) {
-        const bool promising = depth == 0 || s.n_since_probe >= PROBE_HOPELESS || score(seq, s, depth) >= HOPELESS*now; // 0 costs little
-        if (depth >= 0 && depth <= cap && promising) {
-            return depth;
-        }
-    }
-    return -1;
+    const bool deeper = s.home == 0 || (s.probe_deeper && s.home < cap);
+    return s.home + (deeper ? 1 : -1);
 }
 
 int32_t draft_depth::decide(int32_t seq, sequence & s, int32_t cap, bool may_explore) {
@@ -366,7 +358,7 @@ int32_t draft_depth::decide(int32_t seq, sequence & s, int32_t cap, bool may_exp
         counters.n_changes += moved && s.home >= 0;
         s.home = depth;
         set_depth(s, depth);
-    } else if (const int32_t depth = to_probe(seq, s, cap); depth >= 0) {
+    } else if (const int32_t depth = to_probe(s, cap); depth >= 0) {
         s.probe_deeper  = depth < s.home;
         s.probe_left    = PROBE_ROUNDS;
         s.n_since_probe = 0;

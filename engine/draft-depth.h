@@ -154,7 +154,7 @@ class draft_depth {
     void    close_round(double now_ms);
     int32_t decide(int32_t seq, sequence & s, int32_t cap, bool may_explore);
     int32_t unexplored(int32_t cap) const;
-    int32_t to_probe(int32_t seq, const sequence & s, int32_t cap) const;
+    int32_t to_probe(const sequence & s, int32_t cap) const;
     int32_t best(int32_t seq, const sequence & s, int32_t cap) const;
     double  score(int32_t seq, const sequence & s, int32_t depth) const;
     void    set_depth(sequence & s, int32_t depth);
