@@ -24,8 +24,8 @@ constexpr uint32_t PROBE_ROUNDS   = SETTLE_ROUNDS + 5;
 constexpr uint32_t PROBE_FIRST    = 32;   // rounds; doubled by each probe that changed nothing
 constexpr uint32_t PROBE_SELDOM   = 512;
 constexpr uint32_t PROBE_NEXT     = 256;  // at most, for a new sequence's first
-constexpr uint32_t EXPLORE_AGAIN  = 48;   // rounds after which times that drifted have all measured anew; doubled each time
-constexpr uint32_t EXPLORE_SELDOM = 8192;
+constexpr uint32_t EXPLORE_AGAIN  = 48;   // rounds after which times that moved have all measured anew; then when there were twice as many,
+constexpr uint32_t EXPLORE_SELDOM = 1024; // or these more
 constexpr int32_t  EXPLORED[]     = { 3, 0, 1 }; // depths, tried in turn; deeper ones lie on the line through these until they are chosen
 
 } // namespace
@@ -35,19 +35,20 @@ constexpr int32_t  EXPLORED[]     = { 3, 0, 1 }; // depths, tried in turn; deepe
 //
 
 void draft_cost::add(int32_t size, double ms, uint64_t round) {
-    auto & s = sizes[size];
-    s.last.push_back({ ms, round });
-    while (s.last.size() > COST_ROUNDS || s.last.front().round + COST_AGE < round) {
-        s.last.pop_front();
+    auto & e = sizes[size];
+    e.last.emplace_back(round, ms);
+    while (e.last.size() > COST_ROUNDS || e.last.front().first + COST_AGE < round) {
+        e.last.pop_front();
     }
+    e.n = e.last.size();
     std::vector<double> sorted;
-    for (const auto & one : s.last) {
-        sorted.push_back(one.ms);
+    for (const auto & [of, one] : e.last) {
+        sorted.push_back(one);
     }
     std::sort(sorted.begin(), sorted.end());
-    s.quartile = sorted[(sorted.size() - 1)/4];
-    if (s.first == 0.0 && s.last.size() >= COST_ENOUGH) {
-        s.first = s.quartile;
+    e.quartile = sorted[(e.n - 1)/4];
+    if (e.first == 0.0 && e.n >= COST_ENOUGH) {
+        e.first = e.quartile;
     }
     fit();
 }
@@ -55,35 +56,35 @@ void draft_cost::add(int32_t size, double ms, uint64_t round) {
 // Weighted least squares; then from the largest size down.
 void draft_cost::fit() {
     double n = 0.0, x = 0.0, y = 0.0, xx = 0.0, xy = 0.0;
-    for (const auto & [size, s] : sizes) {
-        n += s.last.size();
-        x += s.last.size()*(double) size;
-        y += s.last.size()*s.quartile;
+    for (const auto & [size, e] : sizes) {
+        n += e.n;
+        x += e.n*(double) size;
+        y += e.n*e.quartile;
     }
     origin    = proportional ? 0.0 : x/n;
     origin_ms = proportional ? 0.0 : y/n;
-    for (const auto & [size, s] : sizes) {
-        xx += s.last.size()*(size - origin)*(size - origin);
-        xy += s.last.size()*(size - origin)*(s.quartile - origin_ms);
+    for (const auto & [size, e] : sizes) {
+        xx += e.n*(size - origin)*(size - origin);
+        xy += e.n*(size - origin)*(e.quartile - origin_ms);
     }
     slope_ms = xx > 0.0 ? std::max(xy/xx, 0.0) : 0.0;
 
     double least = INFINITY;
     for (auto it = sizes.rbegin(); it != sizes.rend(); ++it) {
-        auto & s = it->second;
-        least = s.ms = std::min(least, (s.last.size()*s.quartile + LINE_ROUNDS*line(it->first))/(s.last.size() + LINE_ROUNDS));
+        auto & e = it->second;
+        least = e.ms = std::min(least, (e.n*e.quartile + LINE_ROUNDS*line(it->first))/(e.n + LINE_ROUNDS));
     }
 }
 
 bool draft_cost::moved(int32_t size) const {
-    const auto & s = sizes.at(size);
-    return std::abs(s.quartile - s.first) > COST_MOVED*s.first && s.first > 0.0;
+    const auto & e = sizes.at(size);
+    return e.first > 0.0 && std::abs(e.quartile - e.first) > COST_MOVED*e.first;
 }
 
 void draft_cost::forget_all_but(int32_t size) {
-    auto kept = sizes[size];
-    kept.first = kept.quartile;
+    const entry kept = sizes[size];
     sizes = { { size, kept } };
+    sizes[size].first = kept.quartile;
     fit();
 }
 
@@ -95,14 +96,6 @@ double draft_cost::at(int32_t size) const {
     const double least = above == sizes.begin() ? 0.0      : std::prev(above)->second.ms;
     const double most  = above == sizes.end()   ? INFINITY : above->second.ms;
     return sizes.empty() ? 0.0 : std::min(std::max(line(size), least), most);
-}
-
-std::map<int32_t, draft_cost::entry> draft_cost::entries() const {
-    std::map<int32_t, entry> all;
-    for (const auto & [size, s] : sizes) {
-        all[size] = { s.ms, (uint32_t) s.last.size() };
-    }
-    return all;
 }
 
 //
@@ -226,9 +219,11 @@ void draft_depth::verified(int32_t seq, int32_t n_drafted, int32_t n_accepted) {
 void draft_depth::close_round(double now_ms) {
     bool    settled = !current.disturbed && prompts.empty() && !current.tokens.empty();
     int32_t size    = 0;
+    int32_t longest = 0; // draft that came out, which may be shorter than asked for
     int32_t deepest = 0;
     for (const auto & [seq, tokens] : current.tokens) {
-        size += tokens;
+        size   += tokens;
+        longest = std::max(longest, tokens - 1);
     }
     for (const auto & [seq, depth] : current.depths) {
         const auto it = sequences.find(seq);
@@ -239,18 +234,16 @@ void draft_depth::close_round(double now_ms) {
         return;
     }
     n_rounds++;
-    n_since_explored++;
     if (deepest > 0) {
-        draft.add(deepest, current.draft_ms, n_rounds);
+        draft.add(longest > 0 ? longest : deepest, current.draft_ms, n_rounds);
     }
     verify.add(size, now_ms - current.begin_ms - (deepest > 0 ? current.draft_ms : 0.0), n_rounds);
-    if (n_since_explored > explore_after && current.depths.size() == 1 && sequences.begin()->second.home == deepest && verify.moved(size)) {
-        n_since_explored = 0;
-        explore_after    = std::min(2*explore_after, EXPLORE_SELDOM);
+    if (n_rounds > explore_after && sequences.size() == 1 && size == sequences.begin()->second.home + 1 && verify.moved(size)) {
+        explore_after = n_rounds + std::min<uint64_t>(n_rounds, EXPLORE_SELDOM);
         visits.clear();
         verify.forget_all_but(size);
-        if (deepest > 0) {
-            draft.forget_all_but(deepest);
+        if (longest > 0) {
+            draft.forget_all_but(longest);
         }
     }
 }
@@ -311,7 +304,7 @@ int32_t draft_depth::unexplored(int32_t cap) const {
 
 void draft_depth::set_depth(sequence & s, int32_t depth) {
     if (s.depth != depth) {
-        if (s.depth == 0 && !current.exploring) { // what was seen before is old
+        if (s.depth == 0) { // what was seen before is old
             s.acceptance.fade();
             acceptance.fade();
         }
@@ -320,21 +313,11 @@ void draft_depth::set_depth(sequence & s, int32_t depth) {
     }
 }
 
-// a neighbour whose turn it is, -1 for none
-int32_t draft_depth::to_probe(const sequence & s, int32_t cap) const {
-    if (s.n_since_probe < s.probe_every || cap == 0) {
-        return -1;
-    }
-    const bool deeper = s.home == 0 || (s.probe_deeper && s.home < cap);
-    return s.home + (deeper ? 1 : -1);
-}
-
 int32_t draft_depth::decide(int32_t seq, sequence & s, int32_t cap, bool may_explore) {
     s.n_since_change++;
     s.n_since_probe++;
 
     if (const int32_t depth = may_explore ? unexplored(cap) : -1; depth >= 0) {
-        current.exploring = true;
         visits[depth]++;
         set_depth(s, depth);
         s.probe_left = 1; // ends with the next round
@@ -358,7 +341,8 @@ int32_t draft_depth::decide(int32_t seq, sequence & s, int32_t cap, bool may_exp
         counters.n_changes += moved && s.home >= 0;
         s.home = depth;
         set_depth(s, depth);
-    } else if (const int32_t depth = to_probe(s, cap); depth >= 0) {
+    } else if (s.n_since_probe >= s.probe_every && cap > 0) {
+        const int32_t depth = s.home + (s.home == 0 || (s.probe_deeper && s.home < cap) ? 1 : -1);
         s.probe_deeper  = depth < s.home;
         s.probe_left    = PROBE_ROUNDS;
         s.n_since_probe = 0;

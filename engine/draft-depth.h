@@ -24,6 +24,7 @@
 #include <deque>
 #include <map>
 #include <set>
+#include <utility>
 #include <vector>
 
 inline constexpr int32_t DRAFT_DEPTH_MAX = 63; // deeper drafts are not considered
@@ -35,6 +36,10 @@ class draft_cost {
     struct entry {
         double   ms = 0.0;
         uint32_t n  = 0; // rounds it is from
+
+        double                                  quartile = 0.0;
+        double                                  first    = 0.0; // quartile, 0: not known yet
+        std::deque<std::pair<uint64_t, double>> last; // round, ms
     };
 
     // `proportional`: the line goes through 0
@@ -45,28 +50,17 @@ class draft_cost {
     void   forget_all_but(int32_t size);
     double at(int32_t size) const;            // 0 when nothing was measured
 
-    std::map<int32_t, entry> entries() const;
+    const std::map<int32_t, entry> & entries() const { return sizes; }
 
   private:
-    struct sample {
-        double   ms;
-        uint64_t round;
-    };
-    struct samples {
-        std::deque<sample> last;
-        double             quartile = 0.0;
-        double             first    = 0.0; // quartile, 0: not known yet
-        double             ms       = 0.0;
-    };
-
     void   fit();
     double line(int32_t size) const { return origin_ms + slope_ms*(size - origin); }
 
-    const bool                 proportional;
-    std::map<int32_t, samples> sizes;
-    double                     origin    = 0.0;
-    double                     origin_ms = 0.0;
-    double                     slope_ms  = 0.0;
+    const bool               proportional;
+    std::map<int32_t, entry> sizes;
+    double                   origin    = 0.0;
+    double                   origin_ms = 0.0;
+    double                   slope_ms  = 0.0;
 };
 
 // Moving acceptance rates by position, counted from 0.
@@ -146,7 +140,6 @@ class draft_depth {
         double                     draft_ms = 0.0;
         bool                       choosing = false; // between the first choose() and drafted()
         bool                       disturbed = true;
-        bool                       exploring = false;
         std::map<int32_t, int32_t> tokens; // by sequence: 1 + drafted
         std::map<int32_t, int32_t> depths;
     };
@@ -154,7 +147,6 @@ class draft_depth {
     void    close_round(double now_ms);
     int32_t decide(int32_t seq, sequence & s, int32_t cap, bool may_explore);
     int32_t unexplored(int32_t cap) const;
-    int32_t to_probe(const sequence & s, int32_t cap) const;
     int32_t best(int32_t seq, const sequence & s, int32_t cap) const;
     double  score(int32_t seq, const sequence & s, int32_t depth) const;
     void    set_depth(sequence & s, int32_t depth);
@@ -170,8 +162,7 @@ class draft_depth {
     draft_cost       verify;
     draft_cost       draft { true };
     draft_acceptance acceptance { 512 }; // of all sequences
-    uint64_t         n_rounds         = 0;
-    uint32_t         n_since_explored = 0; // rounds
-    uint32_t         explore_after;
+    uint64_t         n_rounds = 0; // measured
+    uint64_t         explore_after;
     draft_stats      counters;
 };

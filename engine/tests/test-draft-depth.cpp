@@ -380,6 +380,27 @@ TEST(rounds_with_a_prompt_or_a_pause_are_not_measured) {
     check_times();
 }
 
+// A draft may end early; its time says nothing about one of full length.
+TEST(short_drafts_are_times_of_short_drafts) {
+    draft_depth policy(8);
+    policy.begin(0);
+    std::mt19937 random(5);
+    double clock_ms = 0.0;
+    for (int i = 0; i < 1000; ++i) {
+        const int depth     = policy.choose(0, 1000, 7, clock_ms);
+        const int n_drafted = std::min(depth, 1 + (int) (random() % 8));
+        policy.drafted(clock_ms += 0.5*n_drafted);
+        clock_ms += 5.0 + 0.2*n_drafted;
+        if (n_drafted > 0) {
+            policy.verified(0, n_drafted, n_drafted);
+        }
+    }
+    for (const auto & [length, time] : policy.stats().draft_ms) {
+        CHECK(std::fabs(time.ms - 0.5*length) < 0.05);
+    }
+    CHECK(policy.stats().draft_ms.size() >= 5);
+}
+
 TEST(acceptance_is_conditional) {
     draft_acceptance rates(512);
     for (int i = 0; i < 2000; ++i) {
