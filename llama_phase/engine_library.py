@@ -33,7 +33,7 @@ def native() -> ModuleType:
         ctypes.CDLL(str(library_path() / "libllama.so"))
         from llama_phase import _engine
     except (ImportError, OSError) as error:
-        if "llama_phase" in str(error) and "undefined symbol" in str(error):
+        if "undefined symbol" in str(error):  # of libllama or of the libggml-base that came with it
             raise MissingPrerequisite(
                 f"another libllama without phases is loaded in this process: {error}",
                 fix="set LLAMA_CPP_LIB_PATH to llama_phase.library_path() before llama_cpp is imported",
