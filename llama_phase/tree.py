@@ -23,14 +23,15 @@ Stat = tuple[int, int]  # size in bytes, mtime in ns
 
 
 def scan(root: Path) -> dict[str, os.stat_result]:
-    """All files under ``root`` by relative POSIX path, without .git. Links are listed as themselves."""
+    """All files under ``root`` by relative POSIX path, without .git and what Python leaves beside its modules. Links are
+    listed as themselves."""
     found: dict[str, os.stat_result] = {}
     pending = [("", str(root))]
     while pending:
         prefix, folder = pending.pop()
         with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.name == ".git":
+                if entry.name in (".git", "__pycache__"):
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     pending.append((f"{prefix}{entry.name}/", entry.path))

@@ -176,6 +176,15 @@ def test_edited_source_is_refused_and_kept(checkout, index):
     assert "build/src" in caught.value.fix and (source.path / "src/llama.cpp").read_bytes() == b"my work\n"
 
 
+def test_what_python_leaves_beside_modules_is_no_edit(checkout, index):
+    source, _ = fetch(checkout, index)
+    left = source.path / "src/__pycache__/module.cpython-311.pyc"
+    left.parent.mkdir()
+    left.write_bytes(b"bytecode")
+    again, _ = fetch(checkout, index)
+    assert again.pinned and left.exists()
+
+
 def test_a_new_lock_replaces_an_untouched_source(checkout, index, tmp_path):
     fetch(checkout, index)
     newer = archive({"llama.cpp/CMakeLists.txt": b"project(newer)\n"})
