@@ -23,8 +23,7 @@ Stat = tuple[int, int]  # size in bytes, mtime in ns
 
 
 def scan(root: Path) -> dict[str, os.stat_result]:
-    """All files under ``root`` by relative POSIX path, without .git and what Python leaves beside its modules. Links are
-    listed as themselves."""
+    """All files under ``root`` by relative POSIX path, without .git and bytecode. Links are listed as themselves."""
     found: dict[str, os.stat_result] = {}
     pending = [("", str(root))]
     while pending:
