@@ -11,21 +11,6 @@
 
 namespace {
 
-struct one_thread {
-    int  thread    = 0;
-    int  n_threads = 1;
-    void sync() {}
-    int  add(int32_t * at, int32_t n) {
-        *at += n;
-        return *at - n;
-    }
-    bool claim(int32_t * at) {
-        const bool mine = *at == PHASE_KV_ROWS_NONE;
-        *at = mine ? PHASE_KV_ROWS_CLAIMED : *at;
-        return mine;
-    }
-};
-
 struct host_rows {
     phase_kv_rows_shape    shape;
     std::vector<int32_t>   words;
@@ -33,7 +18,7 @@ struct host_rows {
     std::vector<uint8_t>   k, v;
     phase_kv_rows_counters counters {};
     phase_kv_rows_shared   shared {};
-    one_thread             group;
+    phase_kv_rows_one_thread group;
 
     explicit host_rows(const phase_kv_rows_shape & shape) :
         shape(shape), words(phase_kv_rows_words(shape.n_rows, shape.n_slots)), state(phase_kv_rows_state_at(words.data(), shape.n_rows, shape.n_slots)),

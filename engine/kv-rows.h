@@ -92,6 +92,22 @@ PHASE_KV_ROWS_FN int32_t phase_kv_rows_age(uint32_t age) {
 // gives what was there; bool claim(int *), NONE to CLAIMED, atomic.
 //
 
+// The group of a host thread.
+struct phase_kv_rows_one_thread {
+    int  thread    = 0;
+    int  n_threads = 1;
+    void sync() {}
+    int  add(int32_t * at, int32_t n) {
+        *at += n;
+        return *at - n;
+    }
+    bool claim(int32_t * at) {
+        const bool mine = *at == PHASE_KV_ROWS_NONE;
+        *at = mine ? PHASE_KV_ROWS_CLAIMED : *at;
+        return mine;
+    }
+};
+
 template <typename group>
 PHASE_KV_ROWS_FN void phase_kv_rows_clear(group & g, const phase_kv_rows_state & s) {
     for (int32_t i = g.thread; i < s.n_rows; i += g.n_threads) {

@@ -75,8 +75,9 @@ void phase_kv_keep_rows(const llama_model & model, const std::vector<phase_kv_la
             of_device[ggml_backend_buft_get_device(ggml_backend_buffer_get_type(layer.k->buffer))].push_back(layer);
         }
     }
+    const auto wanted = phase_config_load().kv_rows;
     for (const auto & [dev, own] : of_device) {
-        if (ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU && phase_config_load().kv_rows <= 0) {
+        if (ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU && wanted <= 0) {
             continue; // it has no memory of its own: only for tests
         }
         const int64_t n_rows = own[0].k->ne[1]*own[0].k->ne[2];
@@ -86,7 +87,7 @@ void phase_kv_keep_rows(const llama_model & model, const std::vector<phase_kv_la
         }
         size_t free_bytes = 0, total_bytes = 0;
         ggml_backend_dev_memory(dev, &free_bytes, &total_bytes);
-        const int64_t n_slots = phase_kv_rows_choose(phase_config_load().kv_rows, n_rows, bytes, free_bytes);
+        const int64_t n_slots = phase_kv_rows_choose(wanted, n_rows, bytes, free_bytes);
         std::string   why     = n_slots > 0 ? "" : "LLAMA_PHASE_KV_ROWS is 0, or little device memory is free";
         size_t n_kept = 0; // layers
         while (n_kept < own.size() && why.empty()) {

@@ -14,6 +14,18 @@ static constexpr int N_THREADS = 1024;
 static constexpr int N_WARPS   = N_THREADS/32;
 static constexpr unsigned FULL = 0xffffffffu;
 
+// Inclusive prefix sum of one number per lane. All lanes call it.
+static __device__ int scan_lanes(int own) {
+    const int lane = threadIdx.x % 32;
+    int       sum  = own;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const int below = __shfl_up_sync(FULL, sum, d);
+        sum += lane >= d ? below : 0;
+    }
+    return sum;
+}
+
 // Exclusive prefix sum of one number per warp; `total` gets the sum. Every thread of the block calls it, with the number of its warp.
 static __device__ int scan_warps(int of_warp, int & total, int * shared) {
     const int lane = threadIdx.x % 32;
@@ -23,12 +35,7 @@ static __device__ int scan_warps(int of_warp, int & total, int * shared) {
         shared[warp] = of_warp;
     }
     __syncthreads();
-    int sum = shared[lane];
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const int below = __shfl_up_sync(FULL, sum, d);
-        sum += lane >= d ? below : 0;
-    }
+    const int sum = scan_lanes(shared[lane]);
     total = __shfl_sync(FULL, sum, 31);
     return warp == 0 ? 0 : __shfl_sync(FULL, sum, warp - 1);
 }
@@ -90,12 +97,7 @@ static __global__ void __launch_bounds__(N_THREADS, 1) compact_mask_kernel(const
                 if (__ballot_sync(FULL, found != 0) == 0) {
                     continue;
                 }
-                int before = __popc(found);
-#pragma unroll
-                for (int d = 1; d < 32; d *= 2) {
-                    const int below = __shfl_up_sync(FULL, before, d);
-                    before += lane >= d ? below : 0;
-                }
+                const int before = scan_lanes(__popc(found));
                 const int in_step = __shfl_sync(FULL, before, 31);
                 int at = dst + before - __popc(found);
                 for (unsigned left = found; left; left &= left - 1) {
@@ -134,7 +136,6 @@ static __global__ void __launch_bounds__(N_THREADS, 1) select_kernel(phase_cuda_
     extern __shared__ uint32_t bits[]; // of the chosen cells
     __shared__ int shared[N_WARPS];
 
-    const int lane    = threadIdx.x % 32;
     const int token   = blockIdx.x;
     const int n_words = s.n_kv/32;
 
@@ -171,12 +172,7 @@ static __global__ void __launch_bounds__(N_THREADS, 1) select_kernel(phase_cuda_
         for (int i = begin; i < end; ++i) {
             found += __popc(bits[i]);
         }
-        int upto = found;
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-            const int below = __shfl_up_sync(FULL, upto, d);
-            upto += lane >= d ? below : 0;
-        }
+        const int upto = scan_lanes(found);
         int n_found = 0;
         int at = scan_warps(__shfl_sync(FULL, upto, 31), n_found, shared) + upto - found;
         auto * rows = s.rows() + (int64_t) token*s.n_sel();
@@ -276,7 +272,6 @@ struct top_k_shared {
 template <int n_bins>
 static __device__ void find_bin(top_k_shared & shared, int rank) {
     constexpr int N_OWN = n_bins/N_THREADS;
-    const int lane = threadIdx.x % 32;
     __syncthreads();
     int own[N_OWN];
     int sum = 0;
@@ -285,12 +280,7 @@ static __device__ void find_bin(top_k_shared & shared, int rank) {
         own[i] = shared.histogram[n_bins - 1 - N_OWN*threadIdx.x - i];
         sum += own[i];
     }
-    int upto = sum;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const int below = __shfl_up_sync(FULL, upto, d);
-        upto += lane >= d ? below : 0;
-    }
+    const int upto = scan_lanes(sum);
     int total = 0;
     int before = scan_warps(__shfl_sync(FULL, upto, 31), total, shared.scan) + upto - sum;
     if (before < rank && rank <= before + sum) { // one thread
@@ -442,12 +432,7 @@ static __global__ void __launch_bounds__(N_THREADS, 1) top_k_kernel(const float 
                 own[b] = histogram[255 - 8*lane - b];
                 sum += own[b];
             }
-            int upto = sum;
-#pragma unroll
-            for (int d = 1; d < 32; d *= 2) {
-                const int below = __shfl_up_sync(FULL, upto, d);
-                upto += lane >= d ? below : 0;
-            }
+            const int upto = scan_lanes(sum);
             int before = upto - sum;
             if (before < rank && rank <= upto) { // one lane
                 int b = 0;

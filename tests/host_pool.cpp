@@ -1,22 +1,14 @@
 // engine/host-pool.h over ggml's CPU buffers, for test_hookless.py. Exit code 0: all as expected, 1: the line says what not.
 
+#include "expect.h"
 #include "host-pool.h"
 
 #include "ggml-backend.h"
 #include "ggml.h"
 
-#include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <vector>
-
-#define EXPECT(condition)                                              \
-    do {                                                               \
-        if (!(condition)) {                                            \
-            std::fprintf(stderr, "line %d: %s\n", __LINE__, #condition); \
-            return 1;                                                  \
-        }                                                              \
-    } while (0)
 
 int main() {
     auto pool = std::make_unique<host_pool>(ggml_backend_cpu_buffer_type());

@@ -1,21 +1,13 @@
 // engine/lent-buffer.h over ggml's CPU buffers, for test_hookless.py. Exit code 0: all as expected, 1: the line says what not.
 
+#include "expect.h"
 #include "lent-buffer.h"
 
 #include "ggml-backend-impl.h"
 #include "ggml-backend.h"
 
-#include <cstdio>
 #include <memory>
 #include <vector>
-
-#define EXPECT(condition)                                              \
-    do {                                                               \
-        if (!(condition)) {                                            \
-            std::fprintf(stderr, "line %d: %s\n", __LINE__, #condition); \
-            return 1;                                                  \
-        }                                                              \
-    } while (0)
 
 int main() {
     auto * cpu = ggml_backend_cpu_buffer_type();

@@ -7,6 +7,8 @@
 
 #include "../kv-rows-cuda.cu"
 
+#include "check-cuda.h"
+
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -14,15 +16,6 @@
 #include <set>
 #include <string>
 #include <vector>
-
-#define CHECK(call)                                                                                        \
-    do {                                                                                                   \
-        const cudaError_t error_ = (call);                                                                 \
-        if (error_ != cudaSuccess) {                                                                       \
-            std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
-            std::exit(1);                                                                                  \
-        }                                                                                                  \
-    } while (0)
 
 static int n_failed = 0;
 static int n_passed = 0;

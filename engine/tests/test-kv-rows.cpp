@@ -10,28 +10,12 @@
 
 namespace {
 
-struct one_thread {
-    int  thread    = 0;
-    int  n_threads = 1;
-    void sync() {}
-    int  add(int32_t * at, int32_t n) {
-        const int32_t old = *at;
-        *at += n;
-        return old;
-    }
-    bool claim(int32_t * at) {
-        const bool mine = *at == PHASE_KV_ROWS_NONE;
-        *at = mine ? PHASE_KV_ROWS_CLAIMED : *at;
-        return mine;
-    }
-};
-
 // The K/V of a layer: host rows and slots are version numbers.
 struct layer {
     std::vector<int32_t> words;
     phase_kv_rows_state  s;
     std::vector<int64_t> host, device;
-    one_thread           g;
+    phase_kv_rows_one_thread g;
     phase_kv_rows_shared shared {};
     int64_t              version = 0;
 
