@@ -19,9 +19,9 @@ static std::atomic<uint64_t> n_replays{0};
 
 // The struct of a node that is ours, else null. Names and types come first: the userdata of others may point to anything.
 static const phase_op_head * op_of(const ggml_tensor * node) {
-    static constexpr const char * NAMES[] = { "phase_fetch", "phase_prefetch", "phase_stream", "phase_select" };
+    static constexpr const char * NAMES[] = { "phase_fetch", "phase_prefetch", "phase_stream", "phase_select", "phase_score" };
     const bool named = std::any_of(std::begin(NAMES), std::end(NAMES), [&](const char * name) { return strcmp(node->name, name) == 0; });
-    if (node->op != GGML_OP_CUSTOM || !named || (node->type != GGML_TYPE_I32 && node->type != GGML_TYPE_F16) || !node->src[0] || !node->src[1]) {
+    if (node->op != GGML_OP_CUSTOM || !named || (node->type != GGML_TYPE_I32 && node->type != GGML_TYPE_F16 && node->type != GGML_TYPE_F32) || !node->src[0] || !node->src[1]) {
         return nullptr;
     }
     ggml_custom_op_params params;
@@ -52,6 +52,7 @@ bool phase_cuda_supports_op(const ggml_tensor * node) {
         case PHASE_OP_PREFETCH: return fits(*((const phase_prefetch_op *) op)->next, n_predict_of(node)*node->ne[1]);
         case PHASE_OP_STREAM:   return true;
         case PHASE_OP_SELECT:   return phase_cuda_select_fits(node->src[4]->ne[0]);
+        case PHASE_OP_SCORE:    return true;
     }
     return false;
 }
@@ -124,6 +125,28 @@ static void compute_select(ggml_backend_cuda_context & ctx, ggml_tensor * node) 
     CUDA_CHECK(phase_cuda_launch_select(s, ctx.stream()));
 }
 
+static void compute_score(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
+    const auto * q    = node->src[0];
+    const auto * keys = node->src[1];
+    const auto * mask = node->src[3];
+
+    phase_cuda_scores s {};
+    s.q           = (const char *) q->data;
+    s.keys        = (const char *) keys->data;
+    s.cells       = (const int32_t *) node->src[2]->data;
+    s.mask        = (const char *) mask->data;
+    s.score       = (float *) node->data;
+    s.head_bytes  = q->nb[1];
+    s.token_bytes = q->nb[2];
+    s.key_bytes   = keys->nb[1];
+    s.mask_bytes  = mask->nb[1];
+    s.n_pool      = (int32_t) node->ne[0];
+    s.n_tokens    = (int32_t) node->ne[1];
+    memcpy(&s.weight, (const char *) node->op_params + PHASE_SCORE_PARAM*sizeof(float), sizeof(float));
+    GGML_ASSERT(q->nb[0] == sizeof(float) && q->nb[1] % 16 == 0 && q->nb[2] % 16 == 0 && keys->nb[1] % 8 == 0 && (uintptr_t) keys->data % 8 == 0);
+    CUDA_CHECK(phase_cuda_launch_score(s, ctx.stream()));
+}
+
 bool phase_cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
     const auto * op = op_of(node);
     if (!op) {
@@ -133,6 +156,7 @@ bool phase_cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
         case PHASE_OP_FETCH:    compute_fetch   (ctx, *(const phase_fetch_op    *) op, node); break;
         case PHASE_OP_PREFETCH: compute_prefetch(ctx, *(const phase_prefetch_op *) op, node); break;
         case PHASE_OP_SELECT:   compute_select(ctx, node); break;
+        case PHASE_OP_SCORE:    compute_score(ctx, node); break;
         case PHASE_OP_STREAM:
             CUDA_CHECK(phase_cuda_stream(*(const phase_stream_op *) op, ids_of(node), (int32_t *) node->src[1]->data, (int32_t *) node->data, ctx.stream()));
             break;

@@ -28,7 +28,13 @@
 //                         | mask[n_tokens][n_kv] | rows I32 [n_tokens][n_sel] | counts I32 [n_tokens] |
 //           rows are the columns of mask that are not minus infinity, ascending, -1 behind the last; the CPU leaves them out
 //
-// The nodes are named phase_fetch, phase_prefetch, phase_stream and phase_select and must keep those names: a backend looks at userdata only then, since that of
+//   score   of pools, for a few tokens, from the pooled keys where they are (phase-select.h)
+//           src[0] queries F32 [n_embd, n_head, n_tokens], src[1] keys F16 [n_embd, n_cells], rows may be strided,
+//           src[2] cells I32 [n_pool], src[3] mask F16 [n_pool, n_tokens]
+//           op_params: F32 weight of every head, at PHASE_SCORE_PARAM
+//           dst           F32 [n_pool, n_tokens]: sum over heads of weight * max(0, query . key), plus mask
+//
+// The nodes are named phase_fetch, phase_prefetch, phase_stream, phase_select and phase_score and must keep those names: a backend looks at userdata only then, since that of
 // other custom nodes may point to anything.
 //
 // State of a layer, 32-bit words in the memory of the device that owns the layer, one block:
@@ -65,14 +71,19 @@ enum phase_op_kind : uint32_t {
     PHASE_OP_STREAM   = 2,
     PHASE_OP_PREFETCH = 3,
     PHASE_OP_SELECT   = 4,
+    PHASE_OP_SCORE    = 5,
 };
 
-// what all the structs begin with; all that select needs
+// what all the structs begin with; all that select and score need
 struct phase_op_head {
     uint32_t      magic;
     phase_op_kind kind;
 };
 
+constexpr int     PHASE_SCORE_PARAM  = 12;     // index of a float in op_params, behind what ggml keeps there
+constexpr int     PHASE_SCORE_EMBD   = 128;    // the shape that CUDA has
+constexpr int     PHASE_SCORE_HEADS  = 4;
+constexpr int64_t PHASE_SCORE_TOKENS = 7;      // for more, upstream's kernel adds in another order
 constexpr int64_t PHASE_SELECT_CELLS = 786432; // a bit for each in shared memory
 
 // halves of a select node; n_kv is a multiple of 32

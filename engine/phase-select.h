@@ -3,7 +3,10 @@
 // The choice of rows of sparse attention as one operator, where LLAMA_PHASE_SELECT=fast: from the best pools and the tail to the mask, in
 // place of about twenty nodes per layer, four of which are as wide as the context. A decode step's time is mostly such small kernels.
 //
-// Called by src/models/qwen4exp.cpp, behind the choice of the pools.
+// And the scores of the pools, from the keys where they are in place of a gathered F32 copy of all of them, whose bytes are five times
+// those of the keys.
+//
+// Called by src/models/qwen4exp.cpp.
 
 #include "ggml.h"
 
@@ -14,3 +17,8 @@ struct llama_model;
 // with nothing added, where those are to be used: other settings, devices without the operator, and prompts.
 ggml_tensor * phase_select_mask(ggml_context * ctx, const llama_model & model, int il, ggml_tensor * score, ggml_tensor * top_k,
         ggml_tensor * pool_idxs, ggml_tensor * tail_idxs, ggml_tensor * kq_mask);
+
+// In place of ggml_lightning_indexer(q, pooled, weights, mask), equal to it bit for bit on the device; its node, where the operator is not
+// to be used. `pooled` is a reshape of ggml_get_rows(keys, cells), `weights` a ggml_fill().
+ggml_tensor * phase_score_pools(ggml_context * ctx, const llama_model & model, int il, ggml_tensor * q, ggml_tensor * pooled, ggml_tensor * weights,
+        ggml_tensor * mask);

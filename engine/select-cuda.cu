@@ -1,5 +1,7 @@
 #include "select-cuda.cuh"
 
+#include "expert-op.h"
+
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -122,6 +124,70 @@ static __global__ void __launch_bounds__(N_THREADS, 1) compact_mask_kernel(const
 cudaError_t phase_cuda_launch_compact_mask(const half * mask, int32_t * indices, int32_t * counts, int32_t n_kv, int32_t n_queries,
         int32_t n_sequences, int32_t n_kv_max, int64_t query_stride, int64_t sequence_stride, cudaStream_t stream) {
     compact_mask_kernel<<<dim3(n_queries, n_sequences), N_THREADS, 0, stream>>>(mask, indices, counts, n_kv, n_kv_max, query_stride, sequence_stride);
+    return cudaGetLastError();
+}
+
+//
+// scores of pools
+//
+
+static constexpr int SCORE_WARPS = 8;
+static constexpr int SCORE_KEYS  = 8; // of a warp, all in flight; a lane has four elements of each
+
+static __global__ void __launch_bounds__(SCORE_WARPS*32) score_kernel(phase_cuda_scores s) {
+    __shared__ float4 q[PHASE_SCORE_HEADS][PHASE_SCORE_EMBD/4];
+
+    const int  lane  = threadIdx.x % 32;
+    const int  token = blockIdx.y;
+    const int  first = (blockIdx.x*SCORE_WARPS + threadIdx.x/32)*SCORE_KEYS;
+    const auto cell_of = [&](int pool) { return pool < s.n_pool ? s.cells[pool] : -1; };
+
+    const int own_cell = lane < SCORE_KEYS ? cell_of(first + lane) : -1;
+    uint2 raw[SCORE_KEYS];
+#pragma unroll
+    for (int k = 0; k < SCORE_KEYS; ++k) {
+        const int cell = __shfl_sync(FULL, own_cell, k);
+        raw[k] = cell < 0 ? make_uint2(0, 0) : ((const uint2 *) (s.keys + (int64_t) cell*s.key_bytes))[lane];
+    }
+    if (threadIdx.x < PHASE_SCORE_HEADS*PHASE_SCORE_EMBD/4) {
+        const int head = threadIdx.x/32;
+        q[head][lane] = ((const float4 *) (s.q + token*s.token_bytes + head*s.head_bytes))[lane];
+    }
+    __syncthreads();
+
+    float score = 0.0f; // of key `lane`
+#pragma unroll
+    for (int k = 0; k < SCORE_KEYS; ++k) {
+        const float2 low  = __half22float2(*(const half2 *) &raw[k].x);
+        const float2 high = __half22float2(*(const half2 *) &raw[k].y);
+        float of_key = 0.0f;
+#pragma unroll
+        for (int head = 0; head < PHASE_SCORE_HEADS; ++head) {
+            const float4 of_head = q[head][lane];
+            float sum = 0.0f;
+            sum = fmaf(of_head.x, low.x, sum);
+            sum = fmaf(of_head.y, low.y, sum);
+            sum = fmaf(of_head.z, high.x, sum);
+            sum = fmaf(of_head.w, high.y, sum);
+#pragma unroll
+            for (int d = 16; d > 0; d /= 2) {
+                sum += __shfl_xor_sync(FULL, sum, d);
+            }
+            sum = sum > 0.0f ? sum : 0.0f;
+            of_key = fmaf(sum, s.weight, of_key);
+        }
+        score = lane == k ? of_key : score;
+    }
+    const int pool = first + lane;
+    if (lane < SCORE_KEYS && pool < s.n_pool) {
+        s.score[(int64_t) token*s.n_pool + pool] = score + __half2float(((const half *) (s.mask + token*s.mask_bytes))[pool]);
+    }
+}
+
+cudaError_t phase_cuda_launch_score(const phase_cuda_scores & s, cudaStream_t stream) {
+    static_assert(PHASE_SCORE_EMBD == 4*32 && PHASE_SCORE_HEADS <= SCORE_WARPS, "a warp and a key");
+    constexpr int PER_BLOCK = SCORE_WARPS*SCORE_KEYS;
+    score_kernel<<<dim3((s.n_pool + PER_BLOCK - 1)/PER_BLOCK, s.n_tokens), SCORE_WARPS*32, 0, stream>>>(s);
     return cudaGetLastError();
 }
 

@@ -49,3 +49,23 @@ cudaError_t phase_cuda_launch_select(const phase_cuda_selection & selection, cud
 cudaError_t phase_cuda_launch_compact_mask(const half * mask, int32_t * indices, int32_t * counts, int32_t n_kv, int32_t n_queries,
         int32_t n_sequences, int32_t n_kv_max, int64_t query_stride, int64_t sequence_stride, cudaStream_t stream);
 cudaError_t phase_cuda_launch_top_k(const float * values, int32_t * indices, int32_t n_columns, int32_t n_rows, int32_t k, cudaStream_t stream);
+
+// The score operator of expert-op.h: PHASE_SCORE_HEADS heads of PHASE_SCORE_EMBD. The order of its sums is that of upstream's vector kernel.
+struct phase_cuda_scores {
+    const char    * q;
+    const char    * keys;
+    const int32_t * cells;
+    const char    * mask;
+    float         * score; // [n_tokens][n_pool]
+
+    size_t head_bytes;  // of q
+    size_t token_bytes; // of q
+    size_t key_bytes;
+    size_t mask_bytes;
+
+    int32_t n_pool;
+    int32_t n_tokens;
+    float   weight;
+};
+
+cudaError_t phase_cuda_launch_score(const phase_cuda_scores & scores, cudaStream_t stream);

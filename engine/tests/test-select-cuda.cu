@@ -176,6 +176,61 @@ static void test_select(int n_kv, int n_tokens, int n_top, int kind, std::mt1993
     report(std::equal(expected_counts.begin(), expected_counts.end(), rows + expected_rows.size()), "select: counts", n_kv, n_tokens, n_top, kind);
 }
 
+// Against the same sums in the same order.
+static void test_score(int n_pool, int n_tokens, std::mt19937 & random) {
+    constexpr int EMBD = PHASE_SCORE_EMBD, HEADS = PHASE_SCORE_HEADS, STRIDE = 2*EMBD;
+    const int   n_cells = 2*n_pool;
+    const float weight  = 1.0f/std::sqrt((float) EMBD);
+    std::normal_distribution<float> normal;
+    std::vector<float>    q((size_t) n_tokens*HEADS*EMBD), expected;
+    std::vector<uint16_t> keys((size_t) n_cells*STRIDE), mask((size_t) n_tokens*n_pool, 0);
+    std::vector<int32_t>  cells(n_cells);
+    for (auto & value : q)    { value = normal(random); }
+    for (auto & value : keys) { value = __half_as_ushort(__float2half(normal(random))); }
+    std::iota(cells.begin(), cells.end(), 0);
+    std::shuffle(cells.begin(), cells.end(), random);
+    cells.resize(n_pool);
+    for (int token = 0; token < n_tokens; ++token) {
+        for (int pool = 0; pool < n_pool; ++pool) {
+            float score = 0;
+            for (int head = 0; head < HEADS; ++head) {
+                float lanes[32];
+                for (int lane = 0; lane < 32; ++lane) {
+                    float sum = 0;
+                    for (int i = 4*lane; i < 4*lane + 4; ++i) {
+                        const float key = __half2float(__ushort_as_half(keys[(size_t) cells[pool]*STRIDE + EMBD + i]));
+                        sum = std::fma(q[((size_t) token*HEADS + head)*EMBD + i], key, sum);
+                    }
+                    lanes[lane] = sum;
+                }
+                for (int d = 16; d > 0; d /= 2) {
+                    float next[32];
+                    for (int lane = 0; lane < 32; ++lane) {
+                        next[lane] = lanes[lane] + lanes[lane ^ d];
+                    }
+                    std::copy(next, next + 32, lanes);
+                }
+                score = std::fma(std::max(lanes[0], 0.0f), weight, score);
+            }
+            const bool visible = (pool + token) % 5 != 0;
+            mask[(size_t) token*n_pool + pool] = visible ? 0 : 0xfc00;
+            expected.push_back(visible ? score : -INFINITY);
+        }
+    }
+    device_array<float>    d_q(q.size()), d_score(expected.size());
+    device_array<uint16_t> d_keys(keys.size()), d_mask(mask.size());
+    device_array<int32_t>  d_cells(cells.size());
+    d_q.set(q);
+    d_keys.set(keys);
+    d_mask.set(mask);
+    d_cells.set(cells);
+    const phase_cuda_scores s = { (const char *) d_q.data, (const char *) (d_keys.data + EMBD), d_cells.data, (const char *) d_mask.data, d_score.data,
+        EMBD*sizeof(float), HEADS*EMBD*sizeof(float), STRIDE*2, n_pool*sizeof(uint16_t), n_pool, n_tokens, weight };
+    CHECK(phase_cuda_launch_score(s, nullptr));
+    const auto got = d_score.get();
+    report(std::memcmp(got.data(), expected.data(), got.size()*sizeof(float)) == 0, "score", n_pool, n_tokens, 0, 0);
+}
+
 template <typename launch>
 static double microseconds(launch && run) {
     cudaEvent_t begin, end;
@@ -226,7 +281,18 @@ static void bench() {
         mask.set(std::vector<uint16_t>(n_kv, 0));
         const phase_cuda_selection s = { values.data, indices.data, cells.data, tail.data, mask.data, 1, pools, 512, 4, 3, n_kv, out.data };
         const double select = microseconds([&] { CHECK(phase_cuda_launch_select(s, nullptr)); });
-        std::printf("n_kv %6d: mask to indices %6.1f us, top 512 of %5d pools %6.1f us, pools to mask and indices %6.1f us\n", n_kv, compact, pools, top_k, select);
+        device_array<uint16_t> keys((size_t) n_kv*2*PHASE_SCORE_EMBD);
+        device_array<float>    q(PHASE_SCORE_HEADS*PHASE_SCORE_EMBD), score(pools);
+        std::vector<int32_t> last_of_pool(n_kv);
+        for (int i = 0; i < pools; ++i) {
+            last_of_pool[i] = 4*i + 3;
+        }
+        cells.set(last_of_pool);
+        q.set(std::vector<float>(PHASE_SCORE_HEADS*PHASE_SCORE_EMBD, 0.5f));
+        const phase_cuda_scores of_pools = { (const char *) q.data, (const char *) (keys.data + PHASE_SCORE_EMBD), cells.data, (const char *) mask.data, score.data,
+            PHASE_SCORE_EMBD*4, PHASE_SCORE_HEADS*PHASE_SCORE_EMBD*4, PHASE_SCORE_EMBD*4, (size_t) pools*2, pools, 1, 0.1f };
+        const double scoring = microseconds([&] { CHECK(phase_cuda_launch_score(of_pools, nullptr)); });
+        std::printf("n_kv %6d: scores %6.1f us, mask to indices %6.1f us, top 512 of %5d pools %6.1f us, pools to mask and indices %6.1f us\n", n_kv, scoring, compact, pools, top_k, select);
     }
 }
 
@@ -238,6 +304,13 @@ int main(int argc, char ** argv) {
     }
     const bool small = argc > 1 && std::strcmp(argv[1], "small") == 0;
     std::mt19937 random(1);
+    for (int n : { 8, 65, 2112, 8192 }) {
+        for (int tokens : { 1, 3, 7 }) {
+            if (!small || n < 100) {
+                test_score(n, tokens, random);
+            }
+        }
+    }
     for (int kind = 0; kind < 5; ++kind) {
         for (int n : { 256, 4352, 8192, 131072, 131328, 300032 }) {
             if (!small || n <= 8192) {
