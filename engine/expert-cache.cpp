@@ -11,9 +11,6 @@
 #include <stdexcept>
 #include <utility>
 
-// device memory that is never taken by slots: pools, captured graphs and other processes grow into it
-static constexpr size_t RESERVE_BYTES = size_t(512) << 20;
-
 expert_cache::expert_cache(const llama_model & model, int il_begin, int il_end, const phase_config & config) :
         il_end(il_end), config(config), store(expert_store::of(model, config)) {
     admit_layers(il_begin, il_end);

@@ -21,6 +21,9 @@ struct llama_model;
 struct llama_adapter_lora;
 using phase_loras = std::unordered_map<llama_adapter_lora *, float>;
 
+// device memory that neither slots nor a ring by its own choice take: pools, captured graphs and other processes grow into it
+inline constexpr size_t RESERVE_BYTES = size_t(512) << 20;
+
 struct expert_cache {
     using fault_point = std::function<void(const char * step)>; // throws when the step has to fail
 
@@ -64,6 +67,7 @@ struct expert_cache {
     void start_ring(const backend_map & backends);
     int32_t ring_regions() const { return n_regions; }
     int32_t ring_regions_wanted() const;
+    std::string ring_shortfall() const; // why a ring deeper than one device needs has to give memory back; empty: it need not
 
     // From now on at most n_regions layers, since the prefill buffers did not fit beside more.
     void limit_ring(int32_t n_regions, const std::string & reason);

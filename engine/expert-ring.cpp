@@ -3,16 +3,33 @@
 #include "expert-cache.h"
 
 #include "phase-steps.h"
+#include "ring-depth.h"
 
 #include "llama-impl.h"
 
 #include <algorithm>
 #include <stdexcept>
 
-static constexpr int32_t RING_REGIONS_AUTO = 3;
-
 int32_t expert_cache::ring_regions_wanted() const {
-    return std::min(config.ring_regions < 0 ? RING_REGIONS_AUTO : config.ring_regions, max_regions);
+    int32_t most = 0;
+    for (const auto & [dev, order] : ring_order) {
+        most = std::max(most, (int32_t) order.size());
+    }
+    return std::min(config.ring_regions < 0 ? ring_depth((int32_t) ring_order.size(), most) : config.ring_regions, max_regions);
+}
+
+std::string expert_cache::ring_shortfall() const {
+    if (config.ring_regions >= 0 || n_regions <= RING_REGIONS_LEAST) {
+        return "";
+    }
+    for (const auto & [dev, order] : ring_order) {
+        size_t free = 0, total = 0;
+        ggml_backend_dev_memory(dev, &free, &total);
+        if (phase_backend_api_of(dev) && free < RESERVE_BYTES) {
+            return format("%s: %.0f MiB are left, of %.0f to keep", ggml_backend_dev_name(dev), free/1048576.0, RESERVE_BYTES/1048576.0);
+        }
+    }
+    return "";
 }
 
 void expert_cache::limit_ring(int32_t n, const std::string & reason) {

@@ -205,7 +205,11 @@ int64_t phase_context::reserve_buffers(bool prefill) {
         try {
             reserve(prefill);
             if (prefill) {
-                if (const auto text = beyond_budget(); !text.empty()) {
+                auto text = beyond_budget();
+                if (text.empty() && experts) {
+                    text = experts->ring_shortfall();
+                }
+                if (!text.empty()) {
                     throw std::runtime_error(text);
                 }
             }

@@ -12,9 +12,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-// not planned with, as for slots: captured graphs and other processes grow into it
-static constexpr size_t RESERVE_BYTES = size_t(512) << 20;
-
 // The scheduler, the graphs and their plan stay as they are: they are put aside and come back, so the decode phase notices nothing.
 std::vector<size_t> phase_context::plan_compute(uint32_t ubatch) {
     struct put_aside {

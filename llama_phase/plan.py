@@ -11,6 +11,7 @@ computed; ``ESTIMATES`` names the rest.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -18,7 +19,7 @@ from llama_phase import plan_compute
 from llama_phase.errors import UsageError
 from llama_phase.gguf_facts import LayerFacts, ModelFacts
 from llama_phase.hardware import Machine
-from llama_phase.plan_choices import KV_TYPES, RING_AUTO, Choices
+from llama_phase.plan_choices import KV_TYPES, RING_LEAST, Choices
 from llama_phase.plan_ubatch import QUANTIZED_BYTES, Candidate, Need, candidate_ubatches, largest_that_fits
 
 _MIB = 1 << 20
@@ -174,7 +175,7 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
 
 def _candidates(facts: ModelFacts, choices: Choices, free: list[int]) -> tuple[Candidate, ...]:
     """As phase_context::plan_ubatch, with estimated compute buffers: beside the fewest regions that overlap."""
-    regions = choices.ring if choices.ring != RING_AUTO else 2
+    regions = choices.ring if choices.ring is not None else 2
     split = _split(facts, free)
     tried = []
     for ubatch in candidate_ubatches(choices.ubatch, min(choices.batch or choices.ctx, choices.ctx)):
@@ -286,14 +287,23 @@ def _ring_regions(facts: ModelFacts, choices: Choices, bare: list[DevicePlan], s
         return 0
     split = _split(facts, [device.free_bytes for device in bare])
     longest = max((device.moe_layers for device in bare), default=0)
-    for regions in range(min(choices.ring, max(longest, 2)), 1, -1):
+    wanted = choices.ring if choices.ring is not None else ring_depth([device.moe_layers for device in bare])
+    for regions in range(min(wanted, max(longest, 2)), 1, -1):
+        kept = RESERVE_BYTES if choices.ring is None and regions > RING_LEAST else 0
         for i, (device, layers) in enumerate(zip(bare, split, strict=True)):
             taken = device.prefill_compute_bytes + _ring_bytes(layers, regions)
-            if taken > min(device.free_bytes - device.fixed_bytes, choices.budget(i)):
+            if taken > min(device.free_bytes - device.fixed_bytes - kept, choices.budget(i)):
                 break
         else:
             return regions
     return 0
+
+
+def ring_depth(layers: Sequence[int]) -> int:
+    """As engine/ring-depth.h: `layers` of each device with experts on the host."""
+    devices = sum(1 for n in layers if n)
+    longest = max(layers, default=0)
+    return max(RING_LEAST, longest - longest // devices + 1 if devices > 1 else 0)
 
 
 def _ring_bytes(layers: list[LayerFacts], regions: int) -> int:

@@ -11,7 +11,7 @@ from llama_phase.upstream_flags import DRAFT_N_MAX, SPEC_TYPE, flag_value
 
 _MIB = 1 << 20
 MIN_TOKENS_FLOOR = 240  # of engine/phase-ubatch.cpp
-RING_AUTO = 3  # regions, of engine/expert-ring.cpp
+RING_LEAST = 3  # regions of a ring by its own choice, of engine/ring-depth.h
 SERVER_SEQUENCES = 4  # llama-server's own default of -np, over one K/V
 UPSTREAM_DRAFT_TOKENS = 3  # its default of --spec-draft-n-max
 KV_ROWS_AUTO = 16384  # positions of K/V in host memory that a device keeps as well, of engine/kv-place.cpp
@@ -40,7 +40,7 @@ class Choices:
     switches: bool = True
     min_tokens: int = 1024
     expert_batch: int = 8
-    ring: int = RING_AUTO
+    ring: int | None = None  # None: by the number of devices
     chunk: int | str = 0  # tokens that a large micro-batch is computed in at a time; auto: by size, 0: all
     budgets_mib: tuple[int, ...] = ()
     type_k: str = "f16"
@@ -78,7 +78,7 @@ class Choices:
             switches=settings.prefill_mode == "transaction" and settings.largest_prefill_ubatch > settings.ubatch,
             min_tokens=least_tokens(settings.ubatch, settings.prefill_min_tokens),
             expert_batch=settings.expert_batch,
-            ring=RING_AUTO if settings.ring == "auto" else settings.ring,
+            ring=None if settings.ring == "auto" else settings.ring,
             chunk=settings.chunk,
             budgets_mib=tuple(int(item) for item in settings.budget_mib.split(",") if item.strip()),
             type_k=types[0],

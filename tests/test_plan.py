@@ -23,9 +23,9 @@ from llama_phase.gguf_facts import ModelFacts, read_facts
 from llama_phase.given_machine import with_given
 from llama_phase.hardware import Gpu, Machine
 from llama_phase.pcie import HIT_RATES, hit_rate, link_bytes_per_s, parse_link, passes
-from llama_phase.plan import RESERVE_BYTES, Plan, make_plan
+from llama_phase.plan import RESERVE_BYTES, Plan, make_plan, ring_depth
 from llama_phase.plan_changes import changes
-from llama_phase.plan_choices import MIN_TOKENS_FLOOR, RING_AUTO, Choices
+from llama_phase.plan_choices import MIN_TOKENS_FLOOR, RING_LEAST, Choices
 from llama_phase.plan_report import Report
 from llama_phase.plan_text import lines
 from llama_phase.plan_ubatch import UBATCHES
@@ -419,16 +419,34 @@ def test_plan_command(flash: ModelFacts, command: Callable[..., subprocess.Compl
     assert done.returncode == 7 and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("layers", "depth"), [((), 3), ((48,), 3), ((48, 0), 3), ((24, 24), 13), ((4, 4), 3), ((16, 16, 16), 12)]
+)
+def test_links_of_several_devices_are_kept_busy(layers: tuple[int, ...], depth: int) -> None:
+    assert ring_depth(layers) == depth
+
+
+def test_a_ring_for_several_devices_leaves_a_reserve(flash: ModelFacts) -> None:
+    """Two cards of 80 GB have the depth that their links want, of 24 GB what is left, one card three layers."""
+    depths = [
+        make_plan(flash, machine(vram), replace(CTX, slots=128)).ring_regions for vram in ("80,80", "24,24", "80")
+    ]
+    assert 13 <= depths[0] <= 14 and 3 <= depths[1] < 13 and depths[2] == 3
+    for device in make_plan(flash, machine("24,24"), replace(CTX, slots=128)).devices:
+        taken = device.fixed_bytes + device.prefill_compute_bytes + device.ring_bytes
+        assert taken + RESERVE_BYTES <= device.free_bytes
+
+
 # --- against the engine -----------------------------------------------------------------------------------------------
 
 
 def test_constants_are_those_of_the_engine() -> None:
-    source = "".join(path.read_text() for path in (ROOT / "engine").glob("*.cpp"))
+    source = "".join(path.read_text() for path in (ROOT / "engine").glob("*.[ch]*") if path.is_file())
     assert {int(mib) << 20 for mib in re.findall(r"RESERVE_BYTES = size_t\((\d+)\) << 20;", source)} == {RESERVE_BYTES}
-    (regions,) = re.findall(r"RING_REGIONS_AUTO = (\d+);", source)
+    (regions,) = re.findall(r"RING_REGIONS_LEAST = (\d+);", source)
     (floor,) = re.findall(r"MIN_TOKENS_FLOOR = (\d+);", source)
     (ubatches,) = re.findall(r"uint32_t ubatch : \{ ([\du, ]+) \}", source)
-    assert (int(regions), int(floor)) == (RING_AUTO, MIN_TOKENS_FLOOR)
+    assert (int(regions), int(floor)) == (RING_LEAST, MIN_TOKENS_FLOOR)
     assert tuple(int(n.strip(" u")) for n in ubatches.split(",")) == UBATCHES
 
 

@@ -3,6 +3,7 @@
 
 #include "../expert-cuda-stream.cu"
 
+#include "../ring-depth.h"
 #include "check.h"
 
 namespace {
@@ -140,6 +141,41 @@ TEST(whole_passes_copy_every_layer_once) {
         phase_cuda_ring_free(r.ring);
         cudaStreamDestroy(stream);
         CHECK_EQ(r.counters.missed, (uint64_t) 5*6*N_EXPERT);
+    }
+}
+
+// Links that are busy all the time: devices take turns, each copy takes as long as any, computing takes no time. A device's ring holds what came
+// before its turn; the layer computed last is freed by the next one of its device.
+static int32_t copies_of_a_pass(int32_t n_devices, int32_t n_layers, int32_t depth) {
+    std::vector<int32_t> filled(n_devices, 0);
+    int32_t now = 0, begun = 0;
+    for (int32_t pass = 0; pass < 8; ++pass) {
+        begun = pass == 7 ? now : begun;
+        for (int32_t turn = 0; turn < n_devices; ++turn) {
+            for (int32_t layer = 0; layer < n_layers; ++layer) {
+                for (; filled[turn] == 0; ++now) { // wait for a copy, while the links of the others copy, too
+                    for (int32_t d = 0; d < n_devices; ++d) {
+                        filled[d] = std::min(filled[d] + 1, d == turn ? depth : depth - 1);
+                    }
+                }
+                filled[turn]--;
+            }
+        }
+    }
+    return now - begun;
+}
+
+TEST(a_ring_by_its_own_choice_is_as_deep_as_the_links_need) {
+    CHECK_EQ(ring_depth(0, 0), RING_REGIONS_LEAST);
+    CHECK_EQ(ring_depth(1, 48), RING_REGIONS_LEAST);
+    for (const int32_t n_devices : { 2, 3, 4 }) {
+        for (const int32_t n_layers : { 12, 24 }) {
+            const int32_t depth = ring_depth(n_devices, n_layers);
+            CHECK(depth <= n_layers);
+            CHECK_EQ(copies_of_a_pass(n_devices, n_layers, depth), n_layers);
+            CHECK(copies_of_a_pass(n_devices, n_layers, depth - 1) > n_layers);
+            CHECK(copies_of_a_pass(n_devices, n_layers, RING_REGIONS_LEAST) > n_layers*n_devices*2/3);
+        }
     }
 }
 
