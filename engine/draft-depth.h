@@ -116,6 +116,7 @@ class draft_depth {
     // its share of the batch. `now_ms` is monotonic.
     int32_t choose(int32_t seq, int32_t limit, int32_t max_depth, double now_ms);
     void    drafted(double now_ms);
+    void    disturbed() { current.disturbed = true; } // this round does something else as well: its time is not measured
     void    verified(int32_t seq, int32_t n_drafted, int32_t n_accepted);
 
     // sequences generate, and no prompt is in progress

@@ -8,6 +8,7 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <utility>
 
@@ -19,7 +20,7 @@ expert_cache::expert_cache(const llama_model & model, int il_begin, int il_end, 
     }
 
     auto * buft = ggml_backend_dev_host_buffer_type(layers[0].host->dev);
-    counters.reset(ggml_backend_buft_alloc_buffer(buft ? buft : ggml_backend_cpu_buffer_type(), 3*layers.size()*sizeof(phase_op_counters)));
+    counters.reset(ggml_backend_buft_alloc_buffer(buft ? buft : ggml_backend_cpu_buffer_type(), 4*layers.size()*sizeof(phase_op_counters)));
     if (!counters || (buft && ggml_backend_buffer_get_type(counters.get()) != buft)) {
         throw std::runtime_error(format("llama-phase: %s cannot pin host memory (GGML_CUDA_NO_PINNED set, or the limit of locked memory, ulimit -l, reached)",
                 ggml_backend_dev_name(layers[0].host->dev)));
@@ -35,6 +36,7 @@ expert_cache::expert_cache(const llama_model & model, int il_begin, int il_end, 
         layer.fetch.counters  = counter++;
         layer.stream.counters = counter++;
         layer.prefetched      = counter++;
+        layer.filled          = counter++;
         for (size_t i = 0; i < host.weights.size(); ++i) {
             layer.fetch.tensors[i] = { (const uint8_t *) host.weights[i]->data, nullptr, host.stride(i), 0 };
         }
@@ -183,7 +185,7 @@ void expert_cache::create_slots(const std::vector<std::pair<ggml_backend_dev_t, 
     }
     for (auto & layer : layers) {
         if (layer.host->pinned()) {
-            write_state(layer, {});
+            write_state(layer);
         }
     }
     if (ggml_backend_dev_type(layers[0].host->dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
@@ -230,8 +232,10 @@ size_t expert_cache::free_slots() {
     slot_arena.clear();
     for (auto & layer : layers) {
         layer.slots.clear();
+        layer.wanted.clear();
     }
     n_slots = 0;
+    fill.left_bytes = 0;
     return bytes;
 }
 
@@ -249,7 +253,12 @@ void expert_cache::remember() {
         slot_policy policy(words.data(), layer.host->n_expert, std::max(layer.fetch.n_slots, 1));
         layer.seen.assign(policy.seen, policy.seen + layer.host->n_expert);
         if (n_slots > 0) {
-            layer.resident = policy.resident();
+            // those that did not get their turn are still wanted, less than any that are there
+            auto & resident = layer.resident = policy.resident();
+            const auto is_there = [&](int32_t e) { return policy.slot_of[e] >= 0; };
+            std::vector<int32_t> left;
+            std::remove_copy_if(layer.wanted.begin(), layer.wanted.end(), std::back_inserter(left), is_there);
+            resident.insert(resident.begin(), left.begin(), left.end());
         }
     }
 }
@@ -277,55 +286,69 @@ std::vector<int32_t> expert_cache::experts_to_restore(const cached_layer & layer
     return experts;
 }
 
-void expert_cache::write_state(cached_layer & layer, const std::vector<int32_t> & experts) {
+// No expert is resident; those to come are older than what tokens use.
+void expert_cache::write_state(cached_layer & layer) {
     std::vector<int32_t> words(phase_state_words(layer.host->n_expert, layer.host->n_expert));
-    slot_policy policy(words.data(), layer.host->n_expert, layer.fetch.n_slots);
-    policy.clear();
-    policy.fill(experts);
-    *policy.n_jobs = (int32_t) std::min<size_t>(experts.size(), PHASE_MAX_IDS);
-    for (int32_t slot = 0; slot < *policy.n_jobs; ++slot) {
-        policy.jobs[2*slot]     = experts[slot];
-        policy.jobs[2*slot + 1] = slot;
-    }
+    slot_policy(words.data(), layer.host->n_expert, layer.fetch.n_slots).clear((int32_t) layer.wanted.size());
     ggml_backend_tensor_set(layer.state, words.data(), 0, words.size()*sizeof(int32_t));
-}
-
-// One DMA copy per expert and weight; it must not cross a seam of the registrations.
-void expert_cache::copy_experts(cached_layer & layer, const std::vector<int32_t> & experts, ggml_backend_t backend) {
-    for (size_t slot = 0; slot < experts.size(); ++slot) {
-        for (size_t i = 0; i < layer.slots.size(); ++i) {
-            const size_t stride = layer.host->stride(i);
-            const char * begin  = (const char *) layer.host->weights[i]->data + experts[slot]*stride;
-            const auto   seam   = std::upper_bound(store->seams.begin(), store->seams.end(), begin);
-            const size_t first  = seam != store->seams.end() && *seam < begin + stride ? *seam - begin : stride;
-
-            ggml_backend_tensor_set_async(backend, layer.slots[i], begin, slot*stride, first);
-            if (first < stride) {
-                ggml_backend_tensor_set_async(backend, layer.slots[i], begin + first, slot*stride + first, stride - first);
-            }
-        }
-    }
 }
 
 void expert_cache::refill(const backend_map & backends) {
     if (n_slots == 0) {
         return;
     }
+    uint64_t bytes = 0;
     for (auto & layer : layers) {
-        if (!layer.host->pinned()) {
-            continue;
-        }
-        const auto   experts = experts_to_restore(layer);
-        auto       * backend = backends.at(layer.host->dev);
-        const auto * api     = phase_backend_api_of(layer.host->dev);
-
-        write_state(layer, experts);
-        if (api && experts.size() <= PHASE_MAX_IDS) {
-            api->fill(backend, &layer.fetch, layer.state->data); // one launch instead of three copies per expert
-        } else {
-            copy_experts(layer, experts, backend);
+        if (layer.host->pinned()) {
+            layer.wanted = experts_to_restore(layer);
+            write_state(layer);
+            bytes += layer.wanted.size()*layer.host->expert_bytes();
         }
     }
+    fill.wanted_bytes = bytes;
+    fill.left_bytes   = bytes;
+    fill.n_batches    = 0;
+    fill_waits        = config.refill_bytes > 0;
+    if (!fill_waits) {
+        fill_some(backends, SIZE_MAX);
+    }
+}
+
+void expert_cache::fill_some(const backend_map & backends, size_t most_bytes) {
+    size_t offered = 0; // bytes; what is resident by now is not copied
+    for (auto & layer : layers) {
+        const size_t expert_bytes = layer.host->expert_bytes();
+        while (!layer.wanted.empty() && (offered == 0 || offered + expert_bytes <= most_bytes)) {
+            const size_t room = std::max<size_t>((most_bytes - offered)/expert_bytes, 1);
+
+            phase_fill list;
+            list.n        = (int32_t) std::min({ layer.wanted.size(), room, (size_t) PHASE_FILL_IDS });
+            list.newest   = (int32_t) layer.wanted.size();
+            list.counters = layer.filled;
+            std::copy_n(layer.wanted.rbegin(), list.n, list.experts);
+            layer.wanted.resize(layer.wanted.size() - list.n);
+
+            if (const auto * api = phase_backend_api_of(layer.host->dev)) {
+                api->fill(backends.at(layer.host->dev), &layer.fetch, layer.state->data, &list);
+            } else {
+                phase_fill_slots(layer.fetch, (int32_t *) layer.state->data, list);
+            }
+            offered += list.n*expert_bytes;
+        }
+    }
+    fill.left_bytes -= std::min<uint64_t>(offered, fill.left_bytes);
+    fill.n_batches++;
+}
+
+bool expert_cache::before_small_batch(const backend_map & backends) {
+    if (std::exchange(fill_waits, false) || fill.left_bytes == 0) {
+        return false;
+    }
+    fill_some(backends, config.refill_bytes);
+    if (fill.left_bytes == 0 && config.log >= PHASE_LOG_INFO) {
+        LLAMA_LOG_INFO("llama-phase: slots filled in front of %u micro-batches\n", fill.n_batches.load());
+    }
+    return true;
 }
 
 //
@@ -425,6 +448,7 @@ expert_stats expert_cache::stats() const {
 }
 
 void expert_cache::read_counters(expert_stats & stats) const {
+    stats.fill       = { fill.wanted_bytes, fill.left_bytes, fill.n_batches };
     stats.ring_times = {};
     for (const auto & entry : ring_times) {
         stats.ring_times.copy_us    += entry.second.copy_us;
@@ -434,6 +458,7 @@ void expert_cache::read_counters(expert_stats & stats) const {
         stats.layers[i].slots = *layers[i].fetch.counters;
         stats.layers[i].ring  = *layers[i].stream.counters;
         stats.layers[i].prefetch = *layers[i].prefetched;
+        stats.layers[i].filled   = *layers[i].filled;
         if (const auto * api = phase_backend_api_of(layers[i].host->dev)) {
             stats.graph_replays = api->graph_replays();
         }

@@ -10,6 +10,7 @@
 #include "phase-config.h"
 #include "phase-stats.h"
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -46,9 +47,15 @@ struct expert_cache {
     // Reads back which experts are resident. The device has to be idle.
     void remember();
 
-    // Fills the slots by the restore policy; copies are queued on the backends and finish before the next graph on them.
+    // Empties the slots, and notes what the restore policy wants there. With LLAMA_PHASE_REFILL_MIB=0 all of it is copied in front of the next
+    // graph, else before_small_batch() does so.
     using backend_map = std::map<ggml_backend_dev_t, ggml_backend_t>;
     void refill(const backend_map & backends);
+
+    // Called in front of each graph that slots serve. Queues on the backends the copies of at most LLAMA_PHASE_REFILL_MIB, at least of one
+    // expert, into slots that are empty: behind a refill the first graph goes without, as the first token waits for it. Returns whether it did.
+    bool     before_small_batch(const backend_map & backends);
+    uint64_t fill_left_bytes() const { return fill.left_bytes; }
 
     // A ring of at most n_regions; fewer, then none, when it does not fit (noted). Returns bytes.
     size_t allocate_ring(int32_t n_regions, const fault_point & fault);
@@ -98,6 +105,7 @@ struct expert_cache {
         phase_stream_op   stream;
 
         phase_op_counters * prefetched = nullptr; // experts of this layer, by the layer before
+        phase_op_counters * filled     = nullptr; // behind a prompt
 
         cached_layer * next   = nullptr; // null: its experts cannot be predicted from here
         ggml_tensor  * router = nullptr; // of the next layer
@@ -108,6 +116,7 @@ struct expert_cache {
 
         std::vector<int32_t> resident; // remembered, least recently used first
         std::vector<int32_t> seen;     // remembered counts of the prompt
+        std::vector<int32_t> wanted;   // not offered to the slots yet, the least wanted first; stamps are places in it, from 1
     };
 
     void    link_layers(const llama_model & model); // which layer predicts for which
@@ -117,8 +126,8 @@ struct expert_cache {
 
     int32_t slots_needed() const; // the fewest that are safe
     void    build_slots(int32_t n);
-    void    write_state(cached_layer & layer, const std::vector<int32_t> & experts); // with the experts as jobs
-    void    copy_experts(cached_layer & layer, const std::vector<int32_t> & experts, ggml_backend_t backend);
+    void    write_state(cached_layer & layer);
+    void    fill_some(const backend_map & backends, size_t most_bytes);
 
     std::vector<int32_t> experts_to_restore(const cached_layer & layer) const;
 
@@ -148,6 +157,14 @@ struct expert_cache {
     int32_t n_slots        = 0; // now
     int32_t n_regions      = 0; // now
 
+    // written by the thread that decodes
+    struct {
+        std::atomic<uint64_t> wanted_bytes { 0 }; // by the last refill
+        std::atomic<uint64_t> left_bytes { 0 };   // of those, not offered to the slots yet
+        std::atomic<uint32_t> n_batches { 0 };    // in front of which they were
+    } fill;
+    bool fill_waits = false; // for the first graph to pass
+
     expert_arena state_arena; // for the life of the context
     expert_arena slot_arena;
     expert_arena ring_arena;
@@ -162,7 +179,7 @@ struct expert_cache {
 
     std::map<ggml_backend_dev_t, phase_ring_times> ring_times; // for the life of the context, as the counters are
 
-    ggml_backend_buffer_ptr counters; // phase_op_counters [3*n_layers], host memory the devices can write
+    ggml_backend_buffer_ptr counters; // phase_op_counters [4*n_layers], host memory the devices can write
     std::string             note;      // of the slots, or of the last ring that could not be had
     std::string             ring_note; // of a limit that stays
     int32_t                 max_regions = INT32_MAX;

@@ -1,4 +1,4 @@
-// fetch: which slot holds an expert, and the copy of those that none holds.
+// fetch: which slot holds an expert, and the copy of those that none holds. fill: experts for empty slots, and their copies.
 //
 // One block looks up (all tables in shared memory, so that a batch costs one round trip to device memory), then a grid copies by
 // reading the pinned host memory with 16-byte loads. Both are launched with programmatic dependencies where the GPU has them: their
@@ -186,6 +186,13 @@ static __global__ void __launch_bounds__(BLOCK, 1) lookup_kernel(lookup_args a) 
     }
 }
 
+struct fill_args {
+    int32_t    n_expert;
+    int32_t    n_slots;
+    int32_t  * state;
+    phase_fill list;
+};
+
 // A tile is what one block moves at once: BLOCK*UNROLL units of 16 bytes, or of the largest size that divides addresses and stride.
 struct copy_part {
     const uint8_t * src;
@@ -315,8 +322,70 @@ cudaError_t phase_cuda_fetch(const phase_fetch_op & op, const phase_cuda_ids & i
     return error != cudaSuccess ? error : phase_cuda_launch(copy_kernel, copy_args_of(op, state), blocks, BLOCK, 0, stream, pdl);
 }
 
-cudaError_t phase_cuda_fill(const phase_fetch_op & op, const int32_t * state, cudaStream_t stream) {
-    int blocks = 0;
-    const cudaError_t error = multiprocessors(blocks);
+// One warp: the empty slots in their order, then the experts of the list in theirs.
+static __global__ void __launch_bounds__(32) fill_kernel(fill_args a) {
+    __shared__ int32_t empty[PHASE_FILL_IDS];
+
+    int32_t * const slot_of   = a.state + a.n_expert; // behind seen
+    int32_t * const expert_of = slot_of   + a.n_expert;
+    int32_t * const stamp     = expert_of + a.n_slots;
+    int32_t * const n_jobs    = stamp     + a.n_slots + 1; // behind the clock
+    int32_t * const jobs      = n_jobs + 1;
+
+    const int32_t  lane   = threadIdx.x;
+    const unsigned before = (1u << lane) - 1;
+
+    int32_t n_empty = 0;
+    for (int32_t base = 0; base < a.n_slots; base += 32) {
+        const int32_t  slot  = base + lane;
+        const bool     mine  = slot < a.n_slots && expert_of[slot] < 0;
+        const unsigned mask  = __ballot_sync(~0u, mine);
+        const int32_t  index = n_empty + __popc(mask & before);
+        if (mine && index < PHASE_FILL_IDS) {
+            empty[index] = slot;
+        }
+        n_empty += __popc(mask);
+    }
+    n_empty = min(n_empty, PHASE_FILL_IDS);
+    __syncwarp();
+
+    int32_t n_absent = 0;
+    for (int32_t base = 0; base < a.list.n; base += 32) {
+        const int32_t  i      = base + lane;
+        const int32_t  expert = i < a.list.n ? a.list.experts[i] : 0;
+        const bool     absent = i < a.list.n && slot_of[expert] < 0;
+        const unsigned mask   = __ballot_sync(~0u, absent);
+        const int32_t  index  = n_absent + __popc(mask & before);
+        if (absent && index < n_empty) {
+            const int32_t slot = empty[index];
+            expert_of[slot]   = expert;
+            slot_of[expert]   = slot;
+            stamp[slot]       = a.list.newest - i;
+            jobs[2*index]     = expert;
+            jobs[2*index + 1] = slot;
+        }
+        n_absent += __popc(mask);
+    }
+    if (lane == 0) {
+        const int32_t n_filled = min(n_absent, n_empty);
+        *n_jobs = n_filled;
+        if (a.list.counters) {
+            add(&a.list.counters->looked_up, a.list.n);
+            add(&a.list.counters->missed, n_filled);
+            add(&a.list.counters->runs, 1);
+        }
+    }
+}
+
+cudaError_t phase_cuda_fill(const phase_fetch_op & op, int32_t * state, const phase_fill & list, cudaStream_t stream) {
+    if (list.n < 0 || list.n > PHASE_FILL_IDS || op.n_tensors < 1 || op.n_tensors > PHASE_MAX_TENSORS) {
+        return cudaErrorInvalidValue;
+    }
+    int         blocks = 0;
+    cudaError_t error  = multiprocessors(blocks);
+    if (error == cudaSuccess) {
+        const fill_args args = { op.n_expert, op.n_slots, state, list };
+        error = phase_cuda_launch(fill_kernel, args, 1, 32, 0, stream, false);
+    }
     return error != cudaSuccess ? error : phase_cuda_launch(copy_kernel, copy_args_of(op, state), blocks, BLOCK, 0, stream, false);
 }

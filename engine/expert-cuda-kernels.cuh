@@ -57,8 +57,9 @@ cudaError_t phase_cuda_join_prefetch(cudaStream_t stream, const int32_t * state,
 // Frees what the first prefetch made. Nothing may be in flight; graphs captured with it stay usable.
 void phase_cuda_prefetch_free(phase_prefetch_side & side);
 
-// Queues the copies of the jobs that `state` lists.
-cudaError_t phase_cuda_fill(const phase_fetch_op & op, const int32_t * state, cudaStream_t stream);
+// Queues two kernels: those of the list that take an empty slot, then their copies. No host synchronisation. `op` and `list` are read during
+// the call only. cudaErrorInvalidValue: too many experts.
+cudaError_t phase_cuda_fill(const phase_fetch_op & op, int32_t * state, const phase_fill & list, cudaStream_t stream);
 
 // Queues one kernel that copies the pieces. cudaErrorInvalidValue: none, or more than PHASE_UPLOAD_PIECES.
 cudaError_t phase_cuda_upload(const phase_upload_piece * pieces, int32_t n, cudaStream_t stream);

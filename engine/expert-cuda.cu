@@ -207,10 +207,10 @@ const phase_backend_api * phase_cuda_backend_api() {
     static const phase_backend_api api = {
         /*.pin           =*/ phase_cuda_pin,
         /*.unpin         =*/ phase_cuda_unpin,
-        /*.fill          =*/ [](void * backend, const phase_fetch_op * op, void * state) {
+        /*.fill          =*/ [](void * backend, const phase_fetch_op * op, void * state, const phase_fill * list) {
             auto & ctx = *(ggml_backend_cuda_context *) ((ggml_backend_t) backend)->context;
             ggml_cuda_set_device(ctx.device);
-            CUDA_CHECK(phase_cuda_fill(*op, (const int32_t *) state, ctx.stream()));
+            CUDA_CHECK(phase_cuda_fill(*op, (int32_t *) state, *list, ctx.stream()));
         },
         /*.ring_start    =*/ [](void * backend, phase_ring * ring) {
             auto & ctx = *(ggml_backend_cuda_context *) ((ggml_backend_t) backend)->context;

@@ -47,6 +47,12 @@ static void compute_fetch(ggml_tensor * dst, int ith, int, void * userdata) {
     copy_jobs(policy, op);
 }
 
+void phase_fill_slots(const phase_fetch_op & op, int32_t * state, const phase_fill & list) {
+    slot_policy policy(state, op.n_expert, op.n_slots);
+    policy.fill(list.experts, list.n, list.newest, *list.counters);
+    copy_jobs(policy, op);
+}
+
 static float router_weight(const ggml_tensor * router, int64_t i, int64_t expert) {
     const char * p = (const char *) router->data + expert*router->nb[1] + i*router->nb[0];
     switch (router->type) {

@@ -14,3 +14,6 @@ ggml_tensor * phase_build_fetch(ggml_context * ctx, phase_fetch_op & op, ggml_te
 ggml_tensor * phase_build_prefetch(ggml_context * ctx, phase_prefetch_op & op, int32_t n_predict, ggml_tensor * x, ggml_tensor * router,
         ggml_tensor * state, ggml_tensor ** tensors);
 ggml_tensor * phase_build_stream(ggml_context * ctx, phase_stream_op & op, ggml_tensor * ids, ggml_tensor * state, ggml_tensor ** tensors);
+
+// phase_backend_api.fill on the CPU, done when it returns.
+void phase_fill_slots(const phase_fetch_op & op, int32_t * state, const phase_fill & list);

@@ -44,12 +44,16 @@
 //   slot_of    slot of an expert, -1: not resident          stamp   clock of the last use, 0: never
 //   expert_of  expert in a slot, -1: empty                  clock   +1 per fetch; at INT32_MAX all stamps restart from 0
 //   seen       how often the last PHASE_SEEN_TOKENS tokens of a micro-batch chose the expert (stream adds, the host clears)
-//   jobs       (expert, slot) pairs that this fetch has to copy
+//   jobs       (expert, slot) pairs that this fetch or fill has to copy
 //
 // Policy of fetch, the same in slot-policy.cpp and in the CUDA kernel: first every id of the batch that is resident gets the new
 // stamp; then the missing ones, in the order of their first appearance (id index t*n_used + k), take the slot with the smallest
 // stamp, the lowest slot of equals. Slots used by this batch carry the newest stamp, so they are never taken as long as the
 // batch has at most n_slots distinct experts, which the graph guarantees.
+//
+// Policy of fill, between graphs, the same two places: of a list of wanted experts those that are not resident take empty slots, the first
+// of the list the lowest slot, until none is empty. What a token brought stays. The clock of a state that is to be filled starts above
+// the stamps that the host gives them, so they are older than what tokens use, in the order of the list.
 
 #include <cstddef>
 #include <cstdint>
@@ -116,6 +120,17 @@ struct phase_fetch_op {
 
     phase_op_tensor     tensors[PHASE_MAX_TENSORS] = {};
     phase_op_counters * counters = nullptr;
+};
+
+constexpr int32_t PHASE_FILL_IDS = 256; // experts of one fill
+
+// Experts for the empty slots of a layer, distinct, the most wanted first. Read during the call.
+struct phase_fill {
+    int32_t n      = 0; // at most PHASE_FILL_IDS
+    int32_t newest = 0; // stamp of the first; each one behind it has one less
+    int32_t experts[PHASE_FILL_IDS];
+
+    phase_op_counters * counters = nullptr; // looked_up: experts in the list; missed: copied
 };
 
 // The second stream of a context on one device.
@@ -199,8 +214,8 @@ struct phase_backend_api {
     const char * (*pin)(void * ptr, size_t size);
     void         (*unpin)(void * ptr);
 
-    // Queues on the backend instance the copies that a layer's state lists as jobs.
-    void (*fill)(void * backend, const phase_fetch_op * op, void * state);
+    // Queues on the backend instance, between graphs, what `list` wants of a layer: slots by the policy above, and the copies.
+    void (*fill)(void * backend, const phase_fetch_op * op, void * state, const phase_fill * list);
 
     // Begins to copy the first n_regions layers, so that they arrive while the graph is planned. The ring's memory belongs to the
     // device of the backend instance.

@@ -172,12 +172,6 @@ void expert_store::pin_layers(const phase_config & config) {
         pinned_bytes -= layer.pinned() ? 0 : layer.layer_bytes();
     }
     pieces.erase(std::remove_if(pieces.begin(), pieces.end(), [](const piece & p) { return !p.failure.empty(); }), pieces.end());
-
-    for (size_t i = 1; i < pieces.size(); ++i) {
-        if (pieces[i].begin == pieces[i - 1].end) {
-            seams.push_back(pieces[i].begin);
-        }
-    }
 }
 
 expert_store::~expert_store() {

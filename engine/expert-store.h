@@ -38,9 +38,6 @@ struct expert_store {
 
     size_t pinned_bytes = 0; // registered by us, or in the device's host buffer
 
-    // Where one registration ends and the next begins, ascending. A DMA copy must not cross one (kernels may).
-    std::vector<const char *> seams;
-
     // The store of the model, made at the first call: finds the layers, then pins them piece by piece. A piece that cannot be pinned costs
     // the layers that touch it, no others. `config`: of the first caller, for its faults.
     static std::shared_ptr<expert_store> of(const llama_model & model, const phase_config & config);

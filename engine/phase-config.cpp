@@ -191,6 +191,8 @@ phase_config phase_config_parse(const phase_environment & env) {
             config.chunk = (int32_t) parsed;
         } else if (name == "LLAMA_PHASE_RESTORE") {
             config.restore = (phase_restore) parsed;
+        } else if (name == "LLAMA_PHASE_REFILL_MIB") {
+            config.refill_bytes = (size_t) parsed << 20;
         } else if (name == "LLAMA_PHASE_KV") {
             config.kv = (phase_kv_mode) parsed;
         } else if (name == "LLAMA_PHASE_KV_ROWS") {

@@ -151,6 +151,9 @@ void phase_context::before_reserve() {
 }
 
 void phase_context::before_graph(uint32_t n_tokens, uint32_t n_seqs, uint32_t n_outputs) {
+    if (!planned_prefill && experts && experts->fill_left_bytes() > 0 && n_tokens <= config.expert_batch && experts->before_small_batch(backends())) {
+        group->note_fill();
+    }
     if (!planned_prefill) {
         small_graphs.select(n_tokens, n_seqs, n_outputs);
         if (small_graphs.changed()) {

@@ -224,6 +224,13 @@ void phase_group::note_decode_memory() {
     note_memory(stats.decode_memory);
 }
 
+void phase_group::note_fill() {
+    if (drafts) {
+        std::lock_guard<std::mutex> guard(lock);
+        drafts->disturbed();
+    }
+}
+
 void phase_group::note_experts() {
     stats.experts.clear();
     for (const auto * member : members) {

@@ -32,6 +32,9 @@ struct phase_group {
     // Compute buffers of the decode phase came or went, outside of a transaction.
     void note_decode_memory();
 
+    // A member fills its slots beside this round's work.
+    void note_fill();
+
     // slots, rings and compute buffers of all members on a device
     size_t taken_bytes(ggml_backend_dev_t dev) const;
 

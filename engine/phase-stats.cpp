@@ -87,6 +87,9 @@ static json experts_json(const expert_stats & experts) {
     };
     const auto prefetch = total(experts, &expert_layer_stats::prefetch);
     result["prefetch"] = { { "predicted", prefetch.looked_up }, { "copied", prefetch.missed }, { "copied_bytes", copied_bytes(experts, &expert_layer_stats::prefetch) } };
+    const auto filled = total(experts, &expert_layer_stats::filled);
+    result["refill"] = { { "copied", filled.missed }, { "copied_bytes", copied_bytes(experts, &expert_layer_stats::filled) },
+            { "wanted_bytes", experts.fill.wanted_bytes }, { "left_bytes", experts.fill.left_bytes }, { "batches", experts.fill.n_batches } };
     const auto ring = total(experts, &expert_layer_stats::ring);
     const auto & times = experts.ring_times;
     result["ring"] = { { "layers_streamed", ring.runs }, { "copied_bytes", copied_bytes(experts, &expert_layer_stats::ring) },
@@ -326,7 +329,7 @@ static void experts_prometheus(prometheus_text & text, const std::vector<expert_
         return;
     }
     phase_op_counters sum = {};
-    uint64_t copied = 0, prefetched = 0, streamed = 0, slot_bytes = 0, ring_bytes = 0;
+    uint64_t copied = 0, prefetched = 0, filled = 0, left = 0, streamed = 0, slot_bytes = 0, ring_bytes = 0;
     phase_ring_times times;
     for (const auto & experts : members) {
         const auto c = total(experts, &expert_layer_stats::slots);
@@ -335,6 +338,8 @@ static void experts_prometheus(prometheus_text & text, const std::vector<expert_
         sum.evicted   += c.evicted;
         copied     += copied_bytes(experts, &expert_layer_stats::slots);
         prefetched += copied_bytes(experts, &expert_layer_stats::prefetch);
+        filled     += copied_bytes(experts, &expert_layer_stats::filled);
+        left       += experts.fill.left_bytes;
         streamed   += copied_bytes(experts, &expert_layer_stats::ring);
         slot_bytes += experts.slot_bytes;
         times.copy_us    += experts.ring_times.copy_us;
@@ -346,6 +351,8 @@ static void experts_prometheus(prometheus_text & text, const std::vector<expert_
     text.one("llama_phase_expert_evictions_total",    "counter", "Of those, copied over another expert.",           (double) sum.evicted);
     text.one("llama_phase_expert_copied_bytes_total", "counter", "Bytes copied into slots.",                        (double) copied);
     text.one("llama_phase_prefetched_bytes_total",    "counter", "Bytes copied into slots ahead of a lookup.",       (double) prefetched);
+    text.one("llama_phase_refilled_bytes_total",      "counter", "Bytes copied into empty slots behind prompts.",   (double) filled);
+    text.one("llama_phase_refill_left_bytes",         "gauge",   "Bytes of experts that wait for an empty slot.",   (double) left);
     text.one("llama_phase_streamed_bytes_total",      "counter", "Bytes streamed through the ring.",                (double) streamed);
     text.one("llama_phase_stream_copy_seconds_total",    "counter", "Time in which layers were copied into the ring.", times.copy_us/1e6);
     text.one("llama_phase_stream_exposed_seconds_total", "counter", "Of that, time in which nothing was computed.",    times.exposed_us/1e6);

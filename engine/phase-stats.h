@@ -38,6 +38,14 @@ struct expert_layer_stats {
     phase_op_counters ring         = {}; // prefill phase
     uint64_t          expert_bytes = 0;  // of one expert
     phase_op_counters prefetch     = {}; // of this layer's experts, by the layer before
+    phase_op_counters filled       = {}; // into empty slots, behind prompts
+};
+
+// the last refill of the slots
+struct expert_fill_stats {
+    uint64_t wanted_bytes = 0;
+    uint64_t left_bytes   = 0; // not offered to the slots yet
+    uint32_t n_batches    = 0; // micro-batches in front of which they were offered
 };
 
 struct expert_stats {
@@ -48,7 +56,8 @@ struct expert_stats {
     int32_t  n_regions     = 0;
     uint64_t graph_replays = 0; // of the process
 
-    phase_ring_times ring_times; // of all devices
+    phase_ring_times  ring_times; // of all devices
+    expert_fill_stats fill;
 
     std::vector<expert_layer_stats>          layers;
     std::vector<std::pair<int, std::string>> unusable; // layers that keep the stock path, and why

@@ -2,6 +2,7 @@
 
 #include "phase-group.h"
 
+#include "expert-cache.h"
 #include "phase-context.h"
 #include "phase-steps.h"
 
@@ -172,7 +173,12 @@ void phase_group::leave() {
     }
     if (report.outcome == PHASE_COMMITTED) {
         if (config.log >= PHASE_LOG_INFO) {
-            LLAMA_LOG_INFO("llama-phase: prefill phase left in %.1f ms, ubatch %u -> %u\n", report.ms, stats.ubatch_prefill, stats.ubatch_decode);
+            uint64_t left = 0;
+            for (const auto * member : members) {
+                left += member->experts ? member->experts->fill_left_bytes() : 0;
+            }
+            LLAMA_LOG_INFO("llama-phase: prefill phase left in %.1f ms, ubatch %u -> %u%s\n", report.ms, stats.ubatch_prefill, stats.ubatch_decode,
+                    left > 0 ? format(", %.0f MiB of experts to fill the slots with", left/1048576.0).c_str() : "");
         }
         emit(LLAMA_PHASE_EVENT_LEFT, report);
     } else {

@@ -16,12 +16,12 @@ slot_policy::slot_policy(int32_t * words, int32_t n_expert, int32_t n_slots) :
         jobs     (n_jobs + 1) {
 }
 
-void slot_policy::clear() {
+void slot_policy::clear(int32_t now) {
     std::fill_n(slot_of,   n_expert, -1);
     std::fill_n(expert_of, n_slots,  -1);
     std::fill_n(stamp,     n_slots,   0);
     std::fill_n(seen,      n_expert,  0);
-    *clock  = 0;
+    *clock  = now;
     *n_jobs = 0;
 }
 
@@ -63,15 +63,31 @@ void slot_policy::fetch(const int32_t * ids, int32_t n_ids, int32_t * slots, pha
     counters.runs++;
 }
 
-void slot_policy::fill(const std::vector<int32_t> & experts) {
-    const int32_t n = (int32_t) std::min<size_t>(experts.size(), n_slots);
-    for (int32_t slot = 0; slot < n; ++slot) {
-        const int32_t expert = experts[experts.size() - n + slot];
-        expert_of[slot] = expert;
-        slot_of[expert] = slot;
-        stamp[slot]     = slot + 1;
+void slot_policy::fill(const int32_t * experts, int32_t n, int32_t newest, phase_op_counters & counters) {
+    int32_t n_filled = 0;
+    int32_t slot     = 0;
+    for (int32_t i = 0; i < n; ++i) {
+        const int32_t expert = experts[i];
+        if (slot_of[expert] >= 0) {
+            continue;
+        }
+        while (slot < n_slots && expert_of[slot] >= 0) {
+            ++slot;
+        }
+        if (slot == n_slots) {
+            break;
+        }
+        expert_of[slot]    = expert;
+        slot_of[expert]    = slot;
+        stamp[slot]        = newest - i;
+        jobs[2*n_filled]     = expert;
+        jobs[2*n_filled + 1] = slot;
+        ++n_filled;
     }
-    *clock = n;
+    *n_jobs = n_filled;
+    counters.looked_up += n;
+    counters.missed    += n_filled;
+    counters.runs++;
 }
 
 std::vector<int32_t> slot_policy::resident() const {

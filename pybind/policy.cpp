@@ -42,8 +42,13 @@ class policy {
         if (std::set<int32_t>(experts.begin(), experts.end()).size() != experts.size()) {
             throw std::invalid_argument("an expert is named twice");
         }
-        slots.clear();
-        slots.fill(experts);
+        const auto n = (int32_t) std::min<size_t>(experts.size(), slots.n_slots);
+        const std::vector<int32_t> wanted(experts.rbegin(), experts.rbegin() + n);
+        phase_op_counters uncounted = {};
+        slots.clear(n);
+        for (int32_t i = 0; i < n; i += PHASE_MAX_IDS) {
+            slots.fill(wanted.data() + i, std::min(n - i, PHASE_MAX_IDS), n - i, uncounted);
+        }
     }
 
     void clear() {

@@ -55,7 +55,7 @@ std::vector<std::string> split(const std::string & text) {
 std::string text(const phase_config & c) {
     std::ostringstream out;
     out << c.mode << ' ' << c.prefill_ubatch << ' ' << c.prefill_min_tokens << ' ' << c.expert_slots << ' ' << c.expert_batch << ' '
-        << c.ring_regions << ' ' << c.prefetch << ' ' << c.chunk << ' ' << c.log << ' ' << c.restore << ' ' << c.kv << ' ' << c.kv_rows << ' ' << c.select << ' ' << c.draft_auto << ' ' << c.graphs << " budget";
+        << c.ring_regions << ' ' << c.prefetch << ' ' << c.chunk << ' ' << c.log << ' ' << c.restore << ' ' << c.refill_bytes << ' ' << c.kv << ' ' << c.kv_rows << ' ' << c.select << ' ' << c.draft_auto << ' ' << c.graphs << " budget";
     for (const auto bytes : c.budget_bytes) {
         out << ' ' << bytes;
     }
@@ -140,6 +140,9 @@ TEST(choices) {
     CHECK_EQ(phase_config_parse({ { "LLAMA_PHASE_PREFETCH", "auto" } }).prefetch, -1);
     CHECK_EQ((int) phase_config_parse({ { "LLAMA_PHASE_RESTORE", "cold" } }).restore, (int) PHASE_RESTORE_COLD);
     CHECK_EQ((int) phase_config_parse({ { "LLAMA_PHASE_RESTORE", "prompt" } }).restore, (int) PHASE_RESTORE_PROMPT);
+    CHECK_EQ(phase_config_parse({}).refill_bytes, size_t(256) << 20);
+    CHECK_EQ(phase_config_parse({ { "LLAMA_PHASE_REFILL_MIB", "0" } }).refill_bytes, size_t(0));
+    CHECK_EQ(phase_config_parse({ { "LLAMA_PHASE_REFILL_MIB", "5000" } }).refill_bytes, size_t(5000) << 20);
     CHECK_EQ((int) phase_config_parse({ { "LLAMA_PHASE_LOG", "quiet" } }).log, (int) PHASE_LOG_QUIET);
     CHECK_EQ((int) phase_config_parse({ { "LLAMA_PHASE_LOG", "debug" } }).log, (int) PHASE_LOG_DEBUG);
 }

@@ -31,7 +31,8 @@ phase_stats example() {
     expert_stats target;
     target.pinned_bytes = 640; target.slot_bytes = 64; target.n_slots = 4; target.n_regions = 3; target.ring_bytes = 96; target.graph_replays = 12;
     target.layers.push_back({ 0, "GPU0", 4, { 40, 10, 6, 5 }, { 700, 32, 0, 1 }, 16 });
-    target.layers.push_back({ 3, "CPU", 4, { 20, 5, 1, 5 }, { 0, 0, 0, 0 }, 8, { 30, 12, 3, 6 } });
+    target.layers.push_back({ 3, "CPU", 4, { 20, 5, 1, 5 }, { 0, 0, 0, 0 }, 8, { 30, 12, 3, 6 }, { 9, 7, 0, 2 } });
+    target.fill = { 72, 16, 2 };
     target.ring_times = { 4000, 1000 };
     target.staged.emplace_back(1, "no memory that may be locked");
     target.unusable.emplace_back(2, "a \"quoted\"\nreason \\ with \x01 bytes");
@@ -144,6 +145,7 @@ TEST(experts_add_up) {
     CHECK_EQ(target["slots"], (json { { "looked_up", 60 }, { "hit", 45 }, { "missed", 15 }, { "evicted", 7 }, { "runs", 10 },
                 { "copied_bytes", 10*16 + 5*8 } }));
     CHECK_EQ(target["prefetch"], (json { { "predicted", 30 }, { "copied", 12 }, { "copied_bytes", 12*8 } }));
+    CHECK_EQ(target["refill"], (json { { "copied", 7 }, { "copied_bytes", 7*8 }, { "wanted_bytes", 72 }, { "left_bytes", 16 }, { "batches", 2 } }));
     CHECK_EQ(target["ring"], (json { { "layers_streamed", 1 }, { "copied_bytes", 32*16 }, { "copy_ms", 4.0 }, { "exposed_ms", 1.0 }, { "overlap", 0.75 } }));
     REQUIRE(target["layers"].size() == 2);
     CHECK_EQ(target["layers"][1]["layer"], 3);
@@ -175,6 +177,8 @@ TEST(prometheus_sums_the_members) {
     CHECK_EQ(text.at("llama_phase_expert_misses_total"), 19);
     CHECK_EQ(text.at("llama_phase_expert_evictions_total"), 7);
     CHECK_EQ(text.at("llama_phase_expert_copied_bytes_total"), 600);
+    CHECK_EQ(text.at("llama_phase_refilled_bytes_total"), 56);
+    CHECK_EQ(text.at("llama_phase_refill_left_bytes"), 16);
     CHECK_EQ(text.at("llama_phase_streamed_bytes_total"), 512);
     CHECK_EQ(text.at("llama_phase_slot_bytes"), 65);
     CHECK_EQ(text.at("llama_phase_ring_bytes"), 98);

@@ -60,7 +60,7 @@ struct naive_lru {
 struct cache {
     std::vector<int32_t> words;
     slot_policy          policy;
-    phase_op_counters    counters = {};
+    phase_op_counters    counters = {}, filled = {};
     std::vector<int>     content; // what a copy of each job would have put into the slots
 
     cache(int n_expert, int n_slots) : words(phase_state_words(n_expert, n_slots), 0x55555555), policy(words.data(), n_expert, n_slots), content(n_slots, -1) {
@@ -74,6 +74,23 @@ struct cache {
             content[policy.jobs[2*j + 1]] = policy.jobs[2*j];
         }
         return slots;
+    }
+
+    // `wanted`, the most wanted first, into what is empty
+    int fill(const std::vector<int32_t> & wanted, int newest) {
+        policy.fill(wanted.data(), (int32_t) wanted.size(), newest, filled);
+        for (int j = 0; j < *policy.n_jobs; ++j) {
+            REQUIRE(content[policy.jobs[2*j + 1]] == -1); // empty until now
+            content[policy.jobs[2*j + 1]] = policy.jobs[2*j];
+        }
+        return *policy.n_jobs;
+    }
+
+    // a cleared state with `experts`, the least recently used first
+    void refill(const std::vector<int32_t> & experts) {
+        policy.clear((int32_t) experts.size());
+        std::fill(content.begin(), content.end(), -1);
+        fill({ experts.rbegin(), experts.rend() }, (int) experts.size());
     }
 
     bool is_resident(int expert) const { return policy.slot_of[expert] >= 0; }
@@ -257,14 +274,11 @@ TEST(fill_and_resident_round_trip) {
         experts.resize(rng() % (n_expert + 1));
 
         cache c(n_expert, n_slots);
-        c.policy.fill(experts);
-        REQUIRE(c.is_consistent());
         const size_t n_kept = std::min<size_t>(experts.size(), n_slots);
         const std::vector<int32_t> kept(experts.end() - n_kept, experts.end()); // the most recently used ones
+        c.refill(kept);
+        REQUIRE(c.is_consistent());
         REQUIRE(c.policy.resident() == kept);
-        for (size_t slot = 0; slot < n_kept; ++slot) {
-            REQUIRE(c.policy.expert_of[slot] == kept[slot]); // where refill() copies them to
-        }
 
         // the least recently used goes first, once all slots are taken
         if (n_kept == (size_t) n_slots && n_slots < n_expert) {
@@ -272,7 +286,7 @@ TEST(fill_and_resident_round_trip) {
             while (c.is_resident(absent)) {
                 ++absent;
             }
-            REQUIRE(c.fetch({ absent })[0] == 0);
+            c.fetch({ absent });
             REQUIRE(!c.is_resident(kept[0]));
         }
     }
@@ -290,7 +304,7 @@ TEST(a_restored_cache_behaves_like_the_old_one) {
                 before.fetch({ id });
             }
         }
-        after.policy.fill(before.policy.resident());
+        after.refill(before.policy.resident());
         const auto offset = before.counters.missed;
         for (int round = 0; round < 50; ++round) {
             for (const int id : source.next()) {
@@ -300,6 +314,66 @@ TEST(a_restored_cache_behaves_like_the_old_one) {
             REQUIRE(before.counters.missed - offset == after.counters.missed);
             REQUIRE(before.policy.resident() == after.policy.resident());
         }
+    }
+}
+
+// A list in pieces between batches: what a batch brought stays, what was filled is older and the first to go, the least wanted before others.
+TEST(fill_between_batches) {
+    std::mt19937 rng(11);
+    for (int round = 0; round < 500; ++round) {
+        const int n_expert = 8 + (int) (rng() % 60);
+        const int n_slots  = 4 + (int) (rng() % (n_expert - 4));
+        std::vector<int32_t> wanted(n_expert);
+        for (int e = 0; e < n_expert; ++e) {
+            wanted[e] = e;
+        }
+        std::shuffle(wanted.begin(), wanted.end(), rng);
+        wanted.resize(1 + rng() % n_slots);
+        const int n_wanted = (int) wanted.size();
+
+        cache c(n_expert, n_slots);
+        c.policy.clear(n_wanted);
+        std::set<int> brought, admitted;
+        batches source { std::mt19937(round), { n_expert, 2, 2, n_slots }, n_expert/2 };
+        for (int at = 0; at < n_wanted; ) {
+            const auto ids = source.next();
+            c.fetch(ids);
+            brought.insert(ids.begin(), ids.end());
+            const auto before = c.policy.resident();
+            const int  n      = std::min(n_wanted - at, 1 + (int) (rng() % 8));
+            const int  n_empty = n_slots - (int) before.size();
+            const std::vector<int32_t> piece(wanted.begin() + at, wanted.begin() + at + n);
+            int n_absent = 0;
+            for (const int e : piece) {
+                n_absent += !c.is_resident(e);
+            }
+            const int n_filled = c.fill(piece, n_wanted - at);
+            REQUIRE(n_filled == std::min(n_absent, n_empty));
+            REQUIRE(c.is_consistent());
+            for (const int e : before) {
+                REQUIRE(c.is_resident(e));
+            }
+            for (int j = 0; j < n_filled; ++j) {
+                admitted.insert(c.policy.jobs[2*j]);
+            }
+            at += n;
+        }
+        for (int s = 0; s < n_slots; ++s) {
+            REQUIRE(c.content[s] == c.policy.expert_of[s]);
+        }
+        // what no token used since is older than all that tokens used, in the order of the list
+        const auto order = c.policy.resident();
+        size_t n_old = 0;
+        while (n_old < order.size() && c.policy.stamp[c.policy.slot_of[order[n_old]]] <= n_wanted) {
+            ++n_old;
+        }
+        const auto place = [&](int e) { return std::find(wanted.begin(), wanted.end(), e) - wanted.begin(); };
+        for (size_t i = 0; i < order.size(); ++i) {
+            REQUIRE(i < n_old ? admitted.count(order[i]) : brought.count(order[i]));
+            REQUIRE(i == 0 || i >= n_old || place(order[i]) < place(order[i - 1]));
+        }
+        CHECK_EQ(c.filled.looked_up, (uint64_t) n_wanted);
+        CHECK_EQ(c.filled.evicted, 0u);
     }
 }
 
