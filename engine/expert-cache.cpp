@@ -293,7 +293,7 @@ void expert_cache::write_state(cached_layer & layer) {
     ggml_backend_tensor_set(layer.state, words.data(), 0, words.size()*sizeof(int32_t));
 }
 
-void expert_cache::refill(const backend_map & backends) {
+void expert_cache::refill(const backend_map & backends, bool at_once) {
     if (n_slots == 0) {
         return;
     }
@@ -308,7 +308,7 @@ void expert_cache::refill(const backend_map & backends) {
     fill.wanted_bytes = bytes;
     fill.left_bytes   = bytes;
     fill.n_batches    = 0;
-    fill_waits        = config.refill_bytes > 0;
+    fill_waits        = config.refill_bytes > 0 && !at_once;
     if (!fill_waits) {
         fill_some(backends, SIZE_MAX);
     }

@@ -47,10 +47,10 @@ struct expert_cache {
     // Reads back which experts are resident. The device has to be idle.
     void remember();
 
-    // Empties the slots, and notes what the restore policy wants there. With LLAMA_PHASE_REFILL_MIB=0 all of it is copied in front of the next
-    // graph, else before_small_batch() does so.
+    // Empties the slots, and notes what the restore policy wants there. before_small_batch() brings it; at_once, or with
+    // LLAMA_PHASE_REFILL_MIB=0, all of it is queued on the backends now.
     using backend_map = std::map<ggml_backend_dev_t, ggml_backend_t>;
-    void refill(const backend_map & backends);
+    void refill(const backend_map & backends, bool at_once);
 
     // Called in front of each graph that slots serve. Queues on the backends the copies of at most LLAMA_PHASE_REFILL_MIB, at least of one
     // expert, into slots that are empty: behind a refill the first graph goes without, as the first token waits for it. Returns whether it did.

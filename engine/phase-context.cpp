@@ -360,9 +360,9 @@ std::map<ggml_backend_dev_t, ggml_backend_t> phase_context::backends() const {
     return map;
 }
 
-int64_t phase_context::refill_slots() {
+int64_t phase_context::refill_slots(bool at_once) {
     if (experts) {
-        experts->refill(backends());
+        experts->refill(backends(), at_once);
     }
     return 0;
 }

@@ -47,7 +47,7 @@ void phase_group::enter() {
     const auto drop     = for_each_member(members, [](phase_context & m) { return m.drop_buffers(); });
     const auto decode   = for_each_member(members, [](phase_context & m) { return m.reserve_buffers(false); });
     const auto free     = for_each_member(members, [](phase_context & m) { return m.free_slots(); });
-    const auto slots    = for_each_member(members, [&](phase_context & m) { return m.allocate_slots(fault) + m.refill_slots(); });
+    const auto slots    = for_each_member(members, [&](phase_context & m) { return m.allocate_slots(fault) + m.refill_slots(true); });
     const auto ring     = for_each_member(members, [&](phase_context & m) { return m.allocate_ring(fault); });
     const auto no_ring  = for_each_member(members, [](phase_context & m) { return m.free_ring(); });
     // the leader comes last: it has the large ring, which shrinks when all members' buffers together do not fit
@@ -126,7 +126,7 @@ void phase_group::leave() {
     const auto no_ring  = for_each_member(members, [](phase_context & m) { return m.free_ring(); });
     const auto slots    = for_each_member(members, [&](phase_context & m) { return m.allocate_slots(fault); });
     const auto no_slots = for_each_member(members, [](phase_context & m) { return m.free_slots(); });
-    const auto refill   = for_each_member(members, [](phase_context & m) { return m.refill_slots(); });
+    const auto refill   = for_each_member(members, [](phase_context & m) { return m.refill_slots(false); });
     const auto decode   = for_each_member(members, [](phase_context & m) { return m.reserve_buffers(false); });
     const auto retry    = [&] { return drop() + no_ring() + no_slots() + decode(); };
 

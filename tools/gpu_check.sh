@@ -3,7 +3,7 @@
 #
 # usage: [STEPS="build kernels engine bench"] tools/gpu_check.sh      steps run in the order given
 #   build     cmake and ninja in $WORK/build/cuda, which build/cuda links to; the compiler cache goes to $OUT/ccache.part.*
-#   kernels   engine/tests/test-expert-cuda, test-select-cuda and test-kv-rows-cuda ($KERNELS), then their small mode under compute-sanitizer
+#   kernels   engine/tests/test-expert-cuda, -expert-cuda-fetch, -select-cuda and -kv-rows-cuda ($KERNELS), then their small mode under compute-sanitizer
 #   engine    tools/gpu_engine.py $ENGINE_ARGS
 #   bench     python -m llama_phase.bench $BENCH_ARGS
 # and, when asked for:
@@ -138,7 +138,7 @@ step_kernels() {
     local name program tool rc=0
     mkdir -p "$WORK"
     : > "$OUT/kernels.log"
-    for name in ${KERNELS:-test-expert-cuda test-select-cuda test-kv-rows-cuda}; do
+    for name in ${KERNELS:-test-expert-cuda test-expert-cuda-fetch test-select-cuda test-kv-rows-cuda}; do
         program=$WORK/$name
         nvcc -std=c++17 -O2 -lineinfo -arch="sm_${ARCHS%%;*}" -I engine "engine/tests/$name.cu" -o "$program" >> "$OUT/kernels.log" 2>&1 ||
             { cat "$OUT/kernels.log"; return 1; }

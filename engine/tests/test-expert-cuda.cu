@@ -173,6 +173,23 @@ struct reference {
         return slots;
     }
 
+    // into what is empty; returns how many were copied
+    size_t fill(const std::vector<int32_t> & wanted, int32_t newest) {
+        jobs.clear();
+        for (size_t i = 0; i < wanted.size(); ++i) {
+            const auto empty = std::find(expert_of.begin(), expert_of.end(), -1);
+            if (slot_of.count(wanted[i]) || empty == expert_of.end()) {
+                continue;
+            }
+            const int32_t slot = (int32_t) (empty - expert_of.begin());
+            expert_of[slot]    = wanted[i];
+            slot_of[wanted[i]] = slot;
+            stamp[slot]        = newest - (int32_t) i;
+            jobs.push_back({ wanted[i], slot });
+        }
+        return jobs.size();
+    }
+
     std::vector<int32_t> words() const {
         std::vector<int32_t> w(n_expert, 0); // seen
         for (int32_t e = 0; e < n_expert; ++e) {
@@ -386,6 +403,93 @@ static void test_fetch_graph(int n_replays, bool pdl) {
     }
     CHECK(cudaGraphExecDestroy(instance));
     CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaStreamDestroy(stream));
+}
+
+// As behind a prompt: the replays of a graph, and fills of its layers in turn in front of them, without waiting in between.
+static void test_fill_between_replays(int n_rounds, bool pdl) {
+    const int32_t n_layers = 3, n_expert = 64, n_slots = 48, n_used = 4, n_tokens = 2, piece = 13;
+    const std::vector<size_t> strides = { 4096, 1000, 18*64 };
+
+    cudaStream_t stream;
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    std::mt19937   rng(17);
+    pinned_bytes   fill_counters(n_layers*sizeof(phase_op_counters));
+    auto         * filled = (phase_op_counters *) fill_counters.data;
+    std::fill_n(filled, n_layers, phase_op_counters());
+
+    for (int round = 0; round < n_rounds; ++round) {
+        std::vector<std::unique_ptr<fetch_layer>>  layers;
+        std::vector<std::unique_ptr<device_bytes>> slots, sums;
+        std::vector<std::vector<int32_t>>          wanted;
+        std::vector<reference>                     want;
+        const int32_t n_steps = n_layers*((n_slots + piece - 1)/piece) + 2;
+        device_bytes ids(n_layers*n_used*n_tokens*sizeof(int32_t), 0);
+        for (int l = 0; l < n_layers; ++l) {
+            layers.push_back(std::make_unique<fetch_layer>(n_expert, n_slots, strides));
+            slots.push_back(std::make_unique<device_bytes>(n_used*n_tokens*sizeof(int32_t), 0));
+            sums.push_back(std::make_unique<device_bytes>(n_steps*n_used*n_tokens*sizeof(uint32_t), 0));
+            want.emplace_back(n_expert, n_slots);
+            want[l].clock = n_slots;
+            layers[l]->set(want[l]);
+            wanted.emplace_back(n_expert);
+            for (int32_t e = 0; e < n_expert; ++e) {
+                wanted[l][e] = e;
+            }
+            std::shuffle(wanted[l].begin(), wanted[l].end(), rng);
+            wanted[l].resize(n_slots);
+        }
+        cudaGraph_t     graph;
+        cudaGraphExec_t instance;
+        CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+        for (int l = 0; l < n_layers; ++l) {
+            const phase_cuda_ids view = { (const char *) ids.data + l*slots[l]->size, n_used*sizeof(int32_t), n_used, n_tokens };
+            CHECK(phase_cuda_fetch(layers[l]->op, view, (int32_t *) layers[l]->state.data, (int32_t *) slots[l]->data, stream, pdl));
+        }
+        CHECK(cudaStreamEndCapture(stream, &graph));
+        CHECK(cudaGraphInstantiate(&instance, graph, nullptr, nullptr, 0));
+
+        pinned_bytes all_ids(n_steps*ids.size); // each step's own: they are read when the stream gets there
+        std::vector<std::vector<uint32_t>> want_sums(n_layers);
+        for (int32_t step = 0, fills = 0; step < n_steps; ++step) {
+            if (step > 0 && fills < n_steps - 2) { // the first goes without
+                const int32_t l = fills % n_layers, at = fills/n_layers*piece;
+                phase_fill list;
+                list.n        = std::min(piece, n_slots - at);
+                list.newest   = n_slots - at;
+                list.counters = &filled[l];
+                std::copy_n(wanted[l].begin() + at, list.n, list.experts);
+                CHECK(phase_cuda_fill(layers[l]->op, (int32_t *) layers[l]->state.data, list, stream));
+                want[l].fill({ wanted[l].begin() + at, wanted[l].begin() + at + list.n }, list.newest);
+                ++fills;
+            }
+            auto * step_ids = (int32_t *) (all_ids.data + step*ids.size);
+            for (int l = 0; l < n_layers; ++l) {
+                const auto now = random_ids(rng, n_expert, n_used, n_tokens, false);
+                std::copy(now.begin(), now.end(), step_ids + l*n_used*n_tokens);
+                want[l].fetch(now);
+                for (const int32_t e : now) {
+                    want_sums[l].push_back(layers[l]->sums[0][e]);
+                }
+            }
+            CHECK(cudaMemcpyAsync(ids.data, step_ids, ids.size, cudaMemcpyHostToDevice, stream));
+            CHECK(cudaGraphLaunch(instance, stream));
+            for (int l = 0; l < n_layers; ++l) {
+                sum_slots_kernel<<<n_used*n_tokens, 128, 0, stream>>>((const int32_t *) slots[l]->data, layers[l]->op.tensors[0].dst, strides[0],
+                        (uint32_t *) sums[l]->data + step*n_used*n_tokens);
+            }
+        }
+        CHECK(cudaStreamSynchronize(stream));
+        for (int l = 0; l < n_layers; ++l) {
+            EXPECT(std::memcmp(sums[l]->read().data(), want_sums[l].data(), sums[l]->size) == 0, "fill, round %d: a reader saw another expert", round);
+            layers[l]->expect(want[l], "fill", round);
+        }
+        CHECK(cudaGraphExecDestroy(instance));
+        CHECK(cudaGraphDestroy(graph));
+    }
+    for (int l = 0; l < n_layers; ++l) {
+        EXPECT(filled[l].missed > 0 && filled[l].missed < filled[l].looked_up, "layer %d: %d of %d were filled in", l, (int) filled[l].missed, (int) filled[l].looked_up);
+    }
     CHECK(cudaStreamDestroy(stream));
 }
 
@@ -977,6 +1081,25 @@ static void bench() {
     }
     munmap(map, map_bytes);
 
+    // what an answer's token waits for, when the slots are filled in front of it
+    std::printf("\n| fill of empty slots | 16 | 64 | 128 | 256 experts |\n|---|---|---|---|---|\n| us (GB/s) |");
+    for (const int32_t n : { 16, 64, 128, 256 }) {
+        phase_fill list;
+        list.n = list.newest = n;
+        for (int32_t k = 0; k < n; ++k) {
+            list.experts[k] = 2*k;
+        }
+        const auto empty = reference(n_expert, n_slots).words();
+        device_bytes cleared(empty.size()*sizeof(int32_t), 0);
+        CHECK(cudaMemcpy(cleared.data, empty.data(), cleared.size, cudaMemcpyHostToDevice));
+        const double us = microseconds(10, stream, [&](int) {
+            CHECK(cudaMemcpyAsync(state, cleared.data, cleared.size, cudaMemcpyDeviceToDevice, stream));
+            CHECK(phase_cuda_fill(layer.op, state, list, stream));
+        });
+        std::printf(" %.0f (%.1f) |", us, n*expert_bytes/us/1e3);
+    }
+    std::printf("\n");
+
     std::printf("\n| DMA of the same | 1 | 4 | 10 | 32 experts |\n|---|---|---|---|---|\n| us |");
     for (int32_t n : { 1, 4, 10, 32 }) {
         const double us = microseconds(50, stream, [&](int i) {
@@ -1084,6 +1207,7 @@ int main(int argc, char ** argv) {
                 test_fetch(c, small ? 30 : 200, pdl);
             }
             test_fetch_graph(small ? 10 : 300, pdl);
+            test_fill_between_replays(small ? 2 : 20, pdl);
         }
         test_fetch_limits();
         std::printf("fetch: %d failed\n", n_failed);

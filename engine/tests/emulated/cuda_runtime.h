@@ -1,6 +1,6 @@
 #pragma once
 
-// As much of CUDA as the kernels of select-cuda.cu and kv-rows-cuda.cu use, on one CPU: a block's threads are fibers that run until they
+// As much of CUDA as the kernels of select-cuda.cu, kv-rows-cuda.cu and expert-cuda-fetch.cu use, on one CPU: a block's threads are fibers that run until they
 // have to wait for each other, in another random order each time; blocks and launches run one after the other. "Device" memory is host
 // memory. What this cannot show: races between two barriers, memory order, speed.
 //
@@ -29,7 +29,7 @@ enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 enum { cudaStreamNonBlocking = 1, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin };
+enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMultiProcessorCount };
 using cudaStream_t = void *;
 static const cudaStream_t cudaStreamPerThread = nullptr;
 
@@ -180,10 +180,12 @@ inline unsigned lane() { return (unsigned) (state().current % 32); }
 
 #define threadIdx (emulated::self().thread)
 #define blockIdx  (emulated::state().block)
-#define gridDim   (emulated::state().grid)
-#define blockDim  (emulated::state().threads)
+inline dim3 & gridDim  = emulated::state().grid; // no macros: the configuration of a launch has members of these names
+inline dim3 & blockDim = emulated::state().threads;
 
 inline void __syncthreads() { emulated::wait(emulated::AT_BLOCK); }
+
+inline void __syncwarp() { emulated::wait(emulated::AT_WARP); }
 
 template <typename T> T __shfl_sync(unsigned, T value, int lane)    { return emulated::exchange(value)[lane % 32]; }
 template <typename T> T __shfl_xor_sync(unsigned, T value, int d)   { const auto all = emulated::exchange(value); return all[emulated::lane() ^ d]; }
@@ -198,6 +200,10 @@ inline unsigned __ballot_sync(unsigned, int vote) {
         bits |= (all[i] ? 1u : 0u) << i;
     }
     return bits;
+}
+inline int __reduce_min_sync(unsigned, int value) {
+    const auto all = emulated::exchange(value);
+    return *std::min_element(all.begin(), all.end());
 }
 inline unsigned __match_any_sync(unsigned, int value) {
     const auto all = emulated::exchange(value);
@@ -216,12 +222,39 @@ inline uint32_t __float_as_uint(float x) {
     return bits;
 }
 inline int      atomicAdd(int * at, int n)             { const int old = *at; *at += n; return old; }
+inline unsigned long long atomicAdd(unsigned long long * at, unsigned long long n) { const auto old = *at; *at += n; return old; }
+inline int      atomicMin(int * at, int n)             { const int old = *at; *at = min(old, n); return old; }
 inline uint32_t atomicOr(uint32_t * at, uint32_t bits) { const uint32_t old = *at; *at |= bits; return old; }
 inline int      atomicCAS(int * at, int expected, int value) {
     const int old = *at;
     *at = old == expected ? value : old;
     return old;
 }
+
+template <typename T> T __ldcs(const T * at) { return *at; }
+
+// launches with attributes; a kernel runs when its predecessor has ended
+enum { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+    int id;
+    struct { int programmaticStreamSerializationAllowed; } val;
+};
+struct cudaLaunchConfig_t {
+    dim3                  gridDim, blockDim;
+    size_t                dynamicSmemBytes;
+    cudaStream_t          stream;
+    cudaLaunchAttribute * attrs;
+    unsigned              numAttrs;
+};
+template <typename Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t * config, void (*kernel)(Args), const Args & args) {
+    emulated::launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream, [=] { kernel(args); });
+    return cudaSuccess;
+}
+inline void cudaGridDependencySynchronize()           {}
+inline void cudaTriggerProgrammaticLaunchCompletion() {}
+struct cudaFuncAttributes { int ptxVersion; };
+template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes * attributes, F) { attributes->ptxVersion = 90; return cudaSuccess; }
 
 // half, as a number of its bits
 struct half  { uint16_t bits; };
@@ -237,7 +270,10 @@ inline const char * cudaGetErrorString(cudaError_t)          { return "error"; }
 inline cudaError_t  cudaGetDevice(int * device)              { *device = 0; return cudaSuccess; }
 inline cudaError_t  cudaSetDevice(int)                       { return cudaSuccess; }
 inline cudaError_t  cudaGetDeviceCount(int * n)              { *n = 1; return cudaSuccess; }
-inline cudaError_t  cudaDeviceGetAttribute(int * value, cudaDeviceAttr, int) { *value = 227*1024; return cudaSuccess; }
+inline cudaError_t  cudaDeviceGetAttribute(int * value, cudaDeviceAttr what, int) {
+    *value = what == cudaDevAttrMultiProcessorCount ? 3 : 227*1024;
+    return cudaSuccess;
+}
 template <typename F> cudaError_t cudaFuncSetAttribute(F, cudaFuncAttribute, int) { return cudaSuccess; }
 template <typename T> cudaError_t cudaMalloc(T ** at, size_t size)     { *at = (T *) std::aligned_alloc(256, (size + 255)/256*256); return cudaSuccess; }
 template <typename T> cudaError_t cudaHostAlloc(T ** at, size_t size, unsigned) { return cudaMalloc(at, size); }
