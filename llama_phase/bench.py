@@ -306,31 +306,35 @@ def _processor() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from llama_phase.bench_prefill import gpu2_suite, prefill_suite, restore_suite
+    from llama_phase.bench_prefill import gpu2_suite, prefill_suite
 
     parser = argparse.ArgumentParser(prog="python -m llama_phase.bench", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", type=Path)
     suites = {
         "cpu": cpu_suite,
         "gpu": gpu_suite,
-        "restore": restore_suite,
         "prefill": prefill_suite,
         "gpu2": gpu2_suite,
     }
-    parser.add_argument("--suite", choices=(*suites, "speculation"), default="cpu")
+    parser.add_argument("--suite", choices=(*suites, "restore", "speculation"), default="cpu")
     parser.add_argument("--runs", type=int, default=5, help="counted texts of each kind per round")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--long-tokens", type=int, default=8192, help="0: no long prompts")
-    parser.add_argument("--answer-tokens", type=int, default=300)
+    parser.add_argument("--answer-tokens", type=int, help="[default: 300; restore: 200]")
     parser.add_argument("--vocabulary", type=int, default=4000)
     parser.add_argument("--threads", type=int, default=16)
     parser.add_argument("--only", action="append", metavar="NAME", help="part of a name, or =NAME; may be repeated")
-    parser.add_argument("--slots", default="128", help="speculation: experts per layer on the GPU")
+    parser.add_argument("--slots", default="128", help="speculation, restore (several): experts per layer on the GPU")
     parser.add_argument("--acceptance", default="0.5,0.7,0.9", help="speculation: rates, comma-separated")
     parser.add_argument("--json", type=Path, help="where all figures go")
     options = parser.parse_args(arguments)
 
-    if options.suite == "speculation":
+    measure_one = measure
+    if options.suite == "restore":
+        from llama_phase.bench_restore import measure_restore, restore_suite, restore_table
+
+        suite, show, measure_one = restore_suite(options.threads, options.slots), restore_table, measure_restore
+    elif options.suite == "speculation":
         from llama_phase.bench_speculation import rates_of, speculation_suite, speculation_table
 
         suite = speculation_suite(options.threads, options.slots, rates_of(options.acceptance))
@@ -338,7 +342,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         suite, show = suites[options.suite](options.threads), table
     suite = [one for one in suite if not options.only or any(_is_named(one, name) for name in options.only)]
-    workload = Workload(runs=options.runs, long_tokens=options.long_tokens, answer_tokens=options.answer_tokens)
+    answer_tokens = options.answer_tokens or (200 if options.suite == "restore" else 300)
+    workload = Workload(runs=options.runs, long_tokens=options.long_tokens, answer_tokens=answer_tokens)
     console = Console(width=170 if not sys.stdout.isatty() else None)
 
     results: dict[str, list[dict[str, Any]]] = {one.name: [] for one in suite}
@@ -354,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for one in suite:
             console.print(f"round {number + 1}: {one.name}")
             try:
-                results[one.name].append(measure(one, options.model, workload, options.vocabulary))
+                results[one.name].append(measure_one(one, options.model, workload, options.vocabulary))
             except LlamaPhaseError as error:
                 failed.append(one.name)
                 console.print(f"failed: {error}", markup=False)

@@ -1,4 +1,4 @@
-"""Configurations that compare ways of prefilling: restore policies, micro-batches, the staging ring, two GPUs."""
+"""Configurations that compare ways of prefilling: micro-batches, the staging ring, two GPUs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,10 @@ from llama_phase.bench import GPU, HOST_EXPERTS, PINNED, Configuration
 
 _STOCK = {"prefill_mode": "off", "ctx": 16384}
 _PHASE = {"prefill_mode": "transaction", "ctx": 16384, "ubatch": 512, "expert_slots": 128}
-RESTORES = ("cold", "snapshot", "prompt")
 
 
 def _server(threads: int) -> tuple[str, ...]:
     return ("-np", "1", "-t", str(threads), "--no-warmup")
-
-
-def restore_suite(threads: int) -> list[Configuration]:
-    """What the slots hold after a prompt: compare hits and tokens/s behind the long prompts."""
-    flags = (*HOST_EXPERTS, *_server(threads))
-    return [Configuration(f"restore {name}", {**_PHASE, "restore": name}, flags) for name in RESTORES]
 
 
 def prefill_suite(threads: int) -> list[Configuration]:
