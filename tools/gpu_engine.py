@@ -5,15 +5,16 @@ usage: gpu_engine.py [--models DIR] [--cycles N] [--quick] [--only-chunks] [--gp
 
 Compared with all weights on the GPU, stock code, at the same batch split: greedy tokens and the log-probabilities of
 every token, bit for bit. Cold and warm slots, the fewest slots, all experts as slots, with and without prefetch, every
-restore policy, rings of 2 and 3. Without a ring the last layer's single token of a prompt is computed on the CPU, as
-stock does: then tokens are equal and log-probabilities nearly. Prompts between EXPERT_BATCH and the threshold are left
-out: they take the stock path, which computes host experts on the CPU. For the same reason runs with expert memory that
-is not pinned (injected) are compared at the token behind each prompt only. Then: CUDA graphs are replayed, and after
-many transactions the device has as much free memory as before, to the byte. With --gpus 2 layers are split evenly over
-two devices, the reference's, too. Chunks divide sums in another way on a GPU, and so do micro-batches of another size
-in stock: on all-F32 models the first token may differ by CHUNK_FACTOR times what stock shows between its sizes in the
-same run. Near ties among experts and rows enlarge single differences, so three quarters of the prompts count, and no
-prompt may be CHUNK_WORST away. Why they differ, tensor by tensor: tools/first_difference.py.
+restore policy, refills at once and in parts, rings of 2 and 3. Without a ring the last layer's single token of a prompt
+is computed on the CPU, as stock does: then tokens are equal and log-probabilities nearly. Prompts between EXPERT_BATCH
+and the threshold are left out: they take the stock path, which computes host experts on the CPU. For the same reason
+runs with expert memory that is not pinned (injected) are compared at the token behind each prompt only. Then: CUDA
+graphs are replayed, and after many transactions the device has as much free memory as before, to the byte. With --gpus
+2 layers are split evenly over two devices, the reference's, too. Chunks divide sums in another way on a GPU, and so do
+micro-batches of another size in stock: on all-F32 models the first token may differ by CHUNK_FACTOR times what stock
+shows between its sizes in the same run. Near ties among experts and rows enlarge single differences, so three quarters
+of the prompts count, and no prompt may be CHUNK_WORST away. Why they differ, tensor by tensor:
+tools/first_difference.py.
 
 exit codes: 0 all equal, 1 a difference, named on its line
 """
@@ -86,6 +87,9 @@ def check_model(
         variants.append((name, {**PHASE, **least, "restore": restore, "ring": ring}, 2))
     variants.append((BETWEEN, {**PHASE, **least, "ring": 2}, 2))
     variants.append(("all slots", {**PHASE, "expert_slots": n_expert}, 2))
+    for refill in (0, 1):  # MiB in front of a token
+        filled = {"expert_slots": n_expert, "restore": "prompt", "refill_mib": refill}
+        variants.append((f"all slots, refill {refill}", {**PHASE, **filled}, 2))
     for prefetch in (0, 1, 8):
         variants.append((f"least slots, prefetch {prefetch}", {**PHASE, **least, "prefetch": prefetch}, 2))
     # the switch alone: all weights on the GPU, at the same batch split

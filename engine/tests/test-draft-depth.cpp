@@ -448,6 +448,27 @@ TEST(disturbed_rounds_do_not_count) {
     CHECK(cost.at(2) > 18.0);
 }
 
+// Rounds in which the slots are filled take longer: their times are left out, and the next one's is not.
+TEST(rounds_that_do_something_else_are_not_measured) {
+    draft_depth policy(8);
+    policy.begin(0);
+    double now = 0;
+    for (int i = 0; i < 80; ++i) {
+        const bool slow = i % 8 != 0;
+        const int32_t n = policy.choose(0, 3, 3, now);
+        if (slow) {
+            policy.disturbed();
+        }
+        policy.drafted(now);
+        policy.verified(0, n, n);
+        now += slow ? 100.0 : 10.0;
+    }
+    for (const auto & [size, entry] : policy.stats().verify_ms) {
+        CHECK(entry.ms < 11.0);
+    }
+    CHECK(!policy.stats().verify_ms.empty());
+}
+
 TEST(a_size_that_moved_takes_the_others_away) {
     draft_cost cost;
     uint64_t round = 0;
