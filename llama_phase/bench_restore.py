@@ -26,6 +26,7 @@ POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("snapshot at once", {"restore": "snapshot", "refill_mib": 0}),
 )
 FIRST = 64  # tokens
+SHOWN = 16  # of the first gaps between tokens
 MIB = 2**20
 
 
@@ -53,10 +54,9 @@ def speed_of(pieces: Sequence[tuple[int, float]], n: int) -> float | None:
     return 1000 * (last[0] - 1) / last[1]
 
 
-def longest_gap_ms(pieces: Sequence[tuple[int, float]]) -> float | None:
-    """The longest time between two tokens that came one by one."""
-    one_by_one = (after[1] - before[1] for before, after in pairwise(pieces) if after[0] == before[0] + 1)
-    return max(one_by_one, default=None)
+def gaps_of(pieces: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """Milliseconds between a token and the one before it, where both came one by one, by its number from 1."""
+    return {after[0]: after[1] - before[1] for before, after in pairwise(pieces) if after[0] == before[0] + 1}
 
 
 def _sums(phase: dict[str, Any]) -> dict[str, int]:
@@ -76,6 +76,7 @@ def _ask(client: Client, text: int, prompt: list[int], n_predict: int) -> dict[s
             pieces.append((int(chunk.timings["predicted_n"]), chunk.timings["predicted_ms"]))
     state = client.phase() or {}
     after = _sums(state)
+    gaps = gaps_of(pieces)
     return {
         "kind": "prefill",
         "text": text,
@@ -84,7 +85,8 @@ def _ask(client: Client, text: int, prompt: list[int], n_predict: int) -> dict[s
         "prompt_per_second": timings["prompt_per_second"],
         "first_per_second": speed_of(pieces, FIRST),
         "predicted_per_second": speed_of(pieces, n_predict),
-        "gap_ms": longest_gap_ms(pieces),
+        "gap_ms": max(gaps.values(), default=None),
+        "first_gaps_ms": [gaps.get(number) for number in range(2, SHOWN + 2)],
         "leave_ms": state.get("last_leave_ms"),
         "batches": [one.get("refill", {}).get("batches") for one in state.get("experts", [])],
         **{f"{way}_bytes": after[way] - before[way] for way in after},
@@ -110,17 +112,21 @@ def measure_restore(configuration: Configuration, model: Path, workload: Workloa
 
 def restore_table(results: dict[str, list[dict[str, Any]]]) -> Table:
     """Medians over all texts, but for the longest pause of any. `filled`: MiB copied into empty slots behind a prompt,
-    in front of so many `steps`; `missed`, `ahead`: MiB that the answer's tokens waited for, and prefetched."""
+    in front of so many `steps`; `missed`, `ahead`: MiB that the answer's tokens waited for, and prefetched. Below: the
+    milliseconds from token to token at the begin of an answer."""
     shown = Table(title="behind a long prompt")
     shown.add_column("configuration")
     columns = ("prefill tok/s", "TTFT ms", f"first {FIRST} tok/s", "all tok/s", "pause ms", "longest", "leave ms")
     for column in (*columns, "filled MiB", "steps", "missed", "ahead", "MiB", "same text"):
         shown.add_column(column, justify="right")
     reference = _texts(next(iter(results.values())))
+    begins: list[str] = []
     for name, rounds in results.items():
         samples = [sample for one in rounds for sample in one["samples"]]
         texts = _texts(rounds)
         gaps = [sample["gap_ms"] for sample in samples if sample["gap_ms"] is not None]
+        steps = zip(*(sample["first_gaps_ms"] for sample in samples), strict=True)
+        begins.append(f"{name}: " + " ".join(_median(step, 1) or "-" for step in steps))
         shown.add_row(
             name,
             _median((s["prompt_per_second"] for s in samples), 0),
@@ -137,6 +143,7 @@ def restore_table(results: dict[str, list[dict[str, Any]]]) -> Table:
             _median((one["memory_mib"] for one in rounds), 0),
             f"{sum(texts[key] == reference.get(key) for key in texts)}/{len(texts)}",
         )
+    shown.caption = "\n".join(begins)
     return shown
 
 

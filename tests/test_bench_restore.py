@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llama_phase.bench_restore import longest_gap_ms, restore_suite, speed_of
+from llama_phase.bench_restore import gaps_of, restore_suite, speed_of
 
 
 def test_speeds_leave_out_the_first_token() -> None:
@@ -13,13 +13,16 @@ def test_speeds_leave_out_the_first_token() -> None:
     assert speed_of(pieces, 20) == pytest.approx(100)
     assert speed_of(pieces, 64) == pytest.approx(1000 * 63 / 670)
     assert speed_of(pieces, 11) == pytest.approx(100), "the last piece that is whole"
-    assert longest_gap_ms(pieces) == pytest.approx(50), "not the piece of several tokens"
+    gaps = gaps_of(pieces)
+    assert set(range(2, 101)) - set(gaps) == {10, 11, 12}, "not of the piece of several tokens"
+    assert {number for number, ms in gaps.items() if ms != pytest.approx(10)} == {31}
+    assert gaps[31] == pytest.approx(50)
 
 
 def test_short_answers_have_no_speed() -> None:
     for pieces in ([], [(1, 0.001)], [(1, 0.001), (2, 9.0)]):
         assert speed_of(pieces, 64) is None
-    assert longest_gap_ms([(1, 0.001)]) is None
+    assert not gaps_of([(1, 0.001)])
 
 
 def test_every_policy_at_each_number_of_slots() -> None:
