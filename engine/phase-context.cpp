@@ -93,7 +93,11 @@ void phase_context::create_cache() {
     }
     const auto & hparams = ctx.model.hparams;
     const bool   mtp     = ctx.cparams.ctx_type == LLAMA_CONTEXT_TYPE_MTP;
-    auto cache = std::make_unique<expert_cache>(ctx.model, mtp ? hparams.n_layer() : 0, mtp ? hparams.n_layer_all : hparams.n_layer(), config);
+    auto wanted = config;
+    if (prompts_only_write()) {
+        wanted.ring_regions = 0;
+    }
+    auto cache = std::make_unique<expert_cache>(ctx.model, mtp ? hparams.n_layer() : 0, mtp ? hparams.n_layer_all : hparams.n_layer(), wanted);
     if (cache->empty() && !cache->has_unusable()) {
         LLAMA_LOG_INFO("llama-phase: no experts of this context are in host memory, no slots needed\n");
         return;
@@ -165,12 +169,15 @@ void phase_context::before_graph(uint32_t n_tokens, uint32_t n_seqs, uint32_t n_
     }
 }
 
-void phase_context::after_build(llm_graph_result & built, uint32_t n_outputs) const {
+bool phase_context::prompts_only_write() const {
     const auto & cparams = ctx.cparams;
     const auto & layers  = cparams.embeddings_layer_inp;
-    const bool   unread  = !cparams.embeddings && (!cparams.embeddings_nextn || cparams.embeddings_nextn_masked) &&
+    return cparams.ctx_type == LLAMA_CONTEXT_TYPE_MTP && !cparams.embeddings && (!cparams.embeddings_nextn || cparams.embeddings_nextn_masked) &&
         std::find(layers.begin(), layers.end(), true) == layers.end();
-    if (cparams.ctx_type == LLAMA_CONTEXT_TYPE_MTP && n_outputs == 0 && unread) {
+}
+
+void phase_context::after_build(llm_graph_result & built, uint32_t n_outputs) const {
+    if (plans_writes || (n_outputs == 0 && prompts_only_write())) {
         phase_keep_writes(built.get_ctx(), built.get_gf());
     }
 }
@@ -274,6 +281,31 @@ void phase_context::pool_host_buffers() {
     }
 }
 
+// Of a draft's prompts only the writes, which take no experts. Drafts of other sequences, few tokens, come between them.
+// `sizes`: nothing is allocated, but bytes are added up for each backend.
+bool phase_context::plan_prefill(const llama_memory_context_i & mctx, size_t * sizes) {
+    const uint32_t n_seqs    = ctx.cparams.n_seq_max;
+    const uint32_t n_tokens  = std::min(ctx.cparams.n_ctx, ctx.cparams.n_ubatch);
+    const uint32_t n_outputs = std::min(n_tokens, ctx.cparams.n_outputs_max);
+    if (!prompts_only_write()) {
+        return ctx.graph_reserve(n_tokens, n_seqs, n_outputs, &mctx, sizes != nullptr, sizes);
+    }
+    std::vector<size_t> of_drafts(ctx.backend_ptrs.size());
+    if (!ctx.graph_reserve(n_seqs, n_seqs, n_seqs, &mctx, sizes != nullptr, sizes ? of_drafts.data() : nullptr)) {
+        return false;
+    }
+    struct scope {
+        bool & flag;
+        ~scope() { flag = false; }
+    } cut_down { plans_writes };
+    plans_writes = true;
+    const bool planned = ctx.graph_reserve(n_tokens, n_seqs, n_outputs, &mctx, sizes != nullptr, sizes);
+    for (size_t i = 0; sizes && i < of_drafts.size(); ++i) {
+        sizes[i] = std::max(sizes[i], of_drafts[i]);
+    }
+    return planned;
+}
+
 // llama_context::sched_reserve() without what is known since the context was created (fused operators, node counts for the log): it
 // plans three graphs, a switch needs one for the prefill and two for the decode phase. The plan made last is the one that the next
 // batch finds, so generation comes after the worst case.
@@ -290,8 +322,8 @@ void phase_context::reserve(bool prefill) {
                 ctx.cparams.pipeline_parallel, ctx.cparams.op_offload));
 
         const auto mctx = ctx.memory->init_full();
-        return mctx && ctx.graph_reserve(n_tokens, n_seqs, n_outputs, mctx.get()) &&
-               (prefill || ctx.graph_reserve(n_seqs, n_seqs, n_seqs, mctx.get()));
+        return mctx && (prefill ? plan_prefill(*mctx, nullptr) :
+            ctx.graph_reserve(n_tokens, n_seqs, n_outputs, mctx.get()) && ctx.graph_reserve(n_seqs, n_seqs, n_seqs, mctx.get()));
     };
     bool planned = plan();
     if (!planned && ctx.cparams.pipeline_parallel) {
@@ -430,13 +462,16 @@ std::string phase_context::shortfall() {
     const double MiB = 1024.0*1024.0;
     try {
         auto mctx = ctx.memory ? ctx.memory->init_full() : nullptr;
+        if (!mctx) {
+            return "";
+        }
         std::vector<size_t> need(ctx.backend_ptrs.size());
 
         drop_buffers();
         const uint32_t n_tokens = std::min(ctx.cparams.n_ctx, ubatch_prefill);
         unpark_graphs(true, ctx.graph_max_nodes(n_tokens));
         ensure_scheduler(n_tokens);
-        ctx.graph_reserve(n_tokens, ctx.cparams.n_seq_max, std::min(n_tokens, ctx.cparams.n_outputs_max), mctx.get(), true, need.data());
+        plan_prefill(*mctx, need.data());
 
         std::string text;
         const auto memory = read_memory();

@@ -27,6 +27,7 @@ struct expert_cache;
 struct kv_layer_stats;
 class llm_graph_result;
 struct llama_context;
+struct llama_memory_context_i;
 struct llama_model;
 struct phase_device_memory;
 struct phase_group;
@@ -52,7 +53,7 @@ struct phase_context {
     // Called before the graph of each micro-batch is looked up.
     void before_graph(uint32_t n_tokens, uint32_t n_seqs, uint32_t n_outputs);
 
-    // Called when a graph was built anew, before it is allocated.
+    // Called when a graph was built anew, to run or to plan with, before it is allocated.
     void after_build(llm_graph_result & built, uint32_t n_outputs) const;
 
     // Waits for the work in flight. On the way into the prefill phase the flags that a reserve may clear are remembered.
@@ -113,8 +114,12 @@ struct phase_context {
   private:
     friend class phase_memory_scope;
 
+    // Of a draft's prompts nothing is read but what they write to memory: no experts, no ring for them.
+    bool        prompts_only_write() const;
+
     void        create_cache();
     void        reserve(bool prefill);
+    bool        plan_prefill(const llama_memory_context_i & mctx, size_t * sizes);
     void        pool_host_buffers();
     std::vector<size_t> plan_compute(uint32_t ubatch); // bytes for each backend
 
@@ -141,6 +146,7 @@ struct phase_context {
     };
     std::array<parked_graphs, 2> graphs;
     bool                         planned_prefill = false;
+    bool                         plans_writes    = false; // graphs built now are cut down to them
 
     phase_graphs small_graphs; // of batches served from slots
 };

@@ -59,7 +59,7 @@ std::vector<size_t> phase_context::plan_compute(uint32_t ubatch) {
         throw std::runtime_error("the memory of the context cannot be planned for");
     }
     std::vector<size_t> bytes(ctx.backend_ptrs.size());
-    ctx.graph_reserve(n_tokens, ctx.cparams.n_seq_max, std::min(n_tokens, ctx.cparams.n_outputs_max), mctx.get(), true, bytes.data());
+    plan_prefill(*mctx, bytes.data());
     for (size_t i = 0; i < bytes.size(); ++i) { // backends over one buffer type share the buffer, and each is told its size
         const bool shared = std::find(ctx.backend_buft.begin(), ctx.backend_buft.begin() + i, ctx.backend_buft[i]) != ctx.backend_buft.begin() + i;
         bytes[i] = shared ? 0 : bytes[i];
