@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from llama_phase import __version__, cli_config, cli_detached, cli_serve
-from llama_phase.errors import LlamaPhaseError
+from llama_phase.errors import LlamaPhaseError, UsageError
 
 app = typer.Typer(
     name="llama-phase",
@@ -69,6 +69,7 @@ def demo() -> None:
 @app.command()
 def plan(
     model: Annotated[Path, typer.Argument(help="GGUF file; of a split model the first shard.")],
+    upstream: Annotated[list[str] | None, typer.Argument(help="After `--`: flags for llama-server.")] = None,
     vram: Annotated[str | None, typer.Option(help="Free GiB of each GPU, like 24,24 [default: as here].")] = None,
     ram: Annotated[str | None, typer.Option(help="GiB of RAM [default: as here].")] = None,
     pcie: Annotated[str | None, typer.Option(help="Link of the GPUs, for example 3x16 or 4x16,4x8.")] = None,
@@ -91,12 +92,15 @@ def plan(
     from llama_phase.hardware import probe
     from llama_phase.plan import make_plan
     from llama_phase.plan_choices import Choices
+    from llama_phase.plan_draft import not_planned
     from llama_phase.plan_report import Report
     from llama_phase.plan_text import lines
     from llama_phase.settings import Settings
+    from llama_phase.upstream_flags import DRAFT_MODEL, flag_value
 
     settings = Settings.load(
         model=model,
+        upstream=upstream or (),
         files=config_files(),
         ctx=ctx,
         expert_slots=slots,
@@ -112,7 +116,9 @@ def plan(
             raise LlamaPhaseError(f"no plan for {model} was compared yet", fix="serve it with `-ngl 99 --cpu-moe`")
         print("\n".join(plan_check.lines(found)))
         return
-    about = read_facts(model)
+    about = read_facts(model, flag_value(settings.upstream, DRAFT_MODEL))
+    if why := not_planned(settings, about.draft):
+        raise UsageError(f"no plan: {why}", fix="plan without that flag, and leave room for the draft")
     machine = with_given(read_machine(facts) if facts else probe(), vram=vram, ram=ram, pcie=pcie)
     report = Report(about, machine, make_plan(about, machine, Choices.of(settings, about)))
     if plot is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llama_phase.gguf_header import Header, check_model, tensor_bytes
@@ -30,7 +30,7 @@ class LayerFacts:
     """One layer. `expert_tensor_bytes`: whole tensors, one per kind of expert weight.
 
     `kv_k`, `kv_v`: elements of K and V per token; `indexer_k`: of the indexer's keys; `state_bytes`: recurrent state
-    of one sequence. None: unknown.
+    of one sequence. None: unknown. `draft`: a plan has it in the draft's context.
     """
 
     index: int
@@ -44,6 +44,7 @@ class LayerFacts:
     kv_v: int | None = 0
     indexer_k: int = 0
     state_bytes: int | None = 0
+    draft: bool = False
 
     @property
     def experts_bytes(self) -> int:
@@ -57,7 +58,8 @@ class LayerFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model over all its shards. `input_bytes` stay in host memory, `output_bytes` go with the last device."""
+    """A model over all its shards. `input_bytes` stay in host memory, `output_bytes` go with the last device; `draft`:
+    the model that drafts for it, when that is in another file."""
 
     path: Path
     architecture: str
@@ -73,6 +75,7 @@ class ModelFacts:
     output_bytes: int
     layers: tuple[LayerFacts, ...]
     unknown: dict[str, str] = field(default_factory=dict)
+    draft: ModelFacts | None = None
 
     @property
     def served_layers(self) -> tuple[LayerFacts, ...]:
@@ -88,9 +91,11 @@ class ModelFacts:
         return sum(layer.experts_bytes for layer in self.moe_layers)
 
 
-def read_facts(path: Path) -> ModelFacts:
-    """Facts about the model whose (first) file is `path`. Raises ModelError as `check_model` does."""
-    return model_facts(check_model(path))
+def read_facts(path: Path, draft: str | Path | None = None) -> ModelFacts:
+    """Facts about the model whose (first) file is `path`, and of the file that drafts for it. Raises ModelError as
+    `check_model` does."""
+    facts = model_facts(check_model(path))
+    return replace(facts, draft=model_facts(check_model(Path(draft), draft=True))) if draft else facts
 
 
 def model_facts(headers: Sequence[Header]) -> ModelFacts:

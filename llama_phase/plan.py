@@ -20,6 +20,7 @@ from llama_phase.errors import UsageError
 from llama_phase.gguf_facts import LayerFacts, ModelFacts
 from llama_phase.hardware import Machine
 from llama_phase.plan_choices import KV_TYPES, RING_LEAST, Choices
+from llama_phase.plan_draft import draft_host_bytes, draft_layers
 from llama_phase.plan_ubatch import QUANTIZED_BYTES, Candidate, Need, candidate_ubatches, largest_that_fits
 
 _MIB = 1 << 20
@@ -96,8 +97,6 @@ class Plan:
 
 def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
     """Raises UsageError: no GPU, one whose memory is unknown, or fewer slots than the engine accepts."""
-    if choices.draft_tokens:  # the MTP block is served like the other layers, from a context of its own
-        facts = replace(facts, layers=tuple(replace(layer, mtp=False) for layer in facts.layers))
     free = []
     for gpu in machine.gpus:
         bytes_ = gpu.vram_free_bytes if gpu.vram_free_bytes is not None else gpu.vram_total_bytes
@@ -112,18 +111,20 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
     if candidates:
         ubatch = largest_that_fits(candidates, choices.ubatch)
         choices = replace(choices, prefill_ubatch=ubatch, switches=ubatch > choices.ubatch)
+    split = _split(facts, choices, free)
     bare = [
         _bare_device(facts, choices, f"GPU {gpu.index}", free[i], layers, i == _device_of_output(free, facts))
-        for i, (gpu, layers) in enumerate(zip(machine.gpus, _split(facts, free), strict=True))
+        for i, (gpu, layers) in enumerate(zip(machine.gpus, split, strict=True))
     ]
-    needed = max((min(x.n_expert, facts.n_used * choices.expert_batch) for x in facts.moe_layers), default=0)
+    moe = [layer for layers in split for layer in layers if layer.expert_tensor_bytes]
+    needed = max((_slots_needed(facts, choices, layer) for layer in moe), default=0)
     if needed and choices.slots and choices.slots < needed:
         raise UsageError(
             f"{choices.slots} slots are too few: {needed} are needed ({facts.n_used} experts per token x "
             f"{choices.expert_batch}, LLAMA_PHASE_EXPERT_BATCH)",
             fix=f"--slots {needed} or more, or a smaller LLAMA_PHASE_EXPERT_BATCH",
         )
-    most = max((layer.n_expert for layer in facts.moe_layers), default=0)
+    most = max((layer.n_expert for layer in moe), default=0)
     rooms = [_slot_room(device, choices, i) for i, device in enumerate(bare)]
     fit = min(
         (int(max(room, 0) // d.expert_bytes) for d, room in zip(bare, rooms, strict=True) if d.expert_bytes),
@@ -131,14 +132,14 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
     )
     fit = min(fit, most)
     wanted = min(choices.slots, most) if choices.slots is not None else fit if fit >= needed else needed
-    regions = _ring_regions(facts, choices, bare, wanted)
+    regions = _ring_regions(choices, bare, split, wanted)
     devices = []
-    for i, (device, layers) in enumerate(zip(bare, _split(facts, free), strict=True)):
+    for i, (device, layers) in enumerate(zip(bare, split, strict=True)):
         slots_bytes = sum(layer.expert_bytes * min(wanted, layer.n_expert) for layer in layers)
         ring_bytes = _ring_bytes(layers, regions)
         prefill = device.prefill_compute_bytes
         if choices.switches and not regions:
-            prefill += _uploaded_bytes(layers)
+            prefill += _uploaded_bytes(_ringed(layers))
         short = slots_bytes - rooms[i] if slots_bytes or rooms[i] < 0 else 0
         over = device.fixed_bytes + prefill + ring_bytes - device.free_bytes if choices.switches else 0
         over = max(over, prefill + ring_bytes - choices.budget(i)) if choices.switches else 0
@@ -155,9 +156,9 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
             )
         )
     kv_host = sum(device.kv_host_bytes for device in devices)
-    host = (
-        kv_host + facts.experts_bytes + facts.input_bytes + sum(layer.host_extra_bytes for layer in facts.served_layers)
-    )
+    experts_bytes = sum(layer.experts_bytes for layer in moe)
+    extra_bytes = sum(layer.host_extra_bytes for layers in split for layer in layers)
+    host = kv_host + experts_bytes + facts.input_bytes + extra_bytes + draft_host_bytes(facts, choices.draft_place)
     ram = machine.ram_available_bytes if machine.ram_available_bytes is not None else machine.ram_total_bytes
     return Plan(
         choices=choices,
@@ -166,7 +167,7 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
         slots_needed=needed,
         slots_fit=fit,
         ring_regions=regions,
-        pinned_bytes=kv_host + (facts.experts_bytes if wanted else 0),
+        pinned_bytes=kv_host + (experts_bytes if wanted else 0),
         host_bytes=host,
         host_short_bytes=None if ram is None else max(0, host - ram),
         candidates=candidates,
@@ -176,7 +177,7 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
 def _candidates(facts: ModelFacts, choices: Choices, free: list[int]) -> tuple[Candidate, ...]:
     """As phase_context::plan_ubatch, with estimated compute buffers: beside the fewest regions that overlap."""
     regions = choices.ring if choices.ring is not None else 2
-    split = _split(facts, free)
+    split = _split(facts, choices, free)
     tried = []
     for ubatch in candidate_ubatches(choices.ubatch, min(choices.batch or choices.ctx, choices.ctx)):
         needs = []
@@ -191,24 +192,33 @@ def _candidates(facts: ModelFacts, choices: Choices, free: list[int]) -> tuple[C
             routed = facts.n_embd * facts.n_used * ubatch if any(layer.expert_tensor_bytes for layer in layers) else 0
             needs.append(
                 Need(
-                    device.prefill_compute_bytes + (0 if ringed else _uploaded_bytes(layers)),
+                    device.prefill_compute_bytes + (0 if ringed else _uploaded_bytes(_ringed(layers))),
                     _ring_bytes(layers, regions) if ringed else 0,
                     int(routed * QUANTIZED_BYTES),
                     free[i] - device.fixed_bytes - RESERVE_BYTES,
                     choices.budget(i),
-                    chunked.prefill_compute_bytes + (0 if ringed else _uploaded_bytes(layers)),
+                    chunked.prefill_compute_bytes + (0 if ringed else _uploaded_bytes(_ringed(layers))),
                 )
             )
         tried.append(Candidate(ubatch, tuple(needs)))
     return tuple(tried)
 
 
-def _split(facts: ModelFacts, free: list[int]) -> list[list[LayerFacts]]:
+def _split(facts: ModelFacts, choices: Choices, free: list[int]) -> list[list[LayerFacts]]:
     """Layers of each device: llama.cpp splits them, MTP layers and the output by free memory."""
     devices: list[list[LayerFacts]] = [[] for _ in free]
     for layer in facts.served_layers:
         devices[_device_of(layer.index, free, facts)].append(layer)
+    gpu = choices.draft_place.gpu if facts.draft else None
+    for layer in draft_layers(facts, choices.draft_tokens > 0, choices.draft_place):
+        index = _device_of(layer.index, free, facts.draft or facts) if gpu is None else min(gpu, len(free) - 1)
+        devices[index].append(layer)
     return devices
+
+
+def _slots_needed(facts: ModelFacts, choices: Choices, layer: LayerFacts) -> int:
+    used = facts.draft.n_used if facts.draft and layer.draft else facts.n_used
+    return min(layer.n_expert, used * choices.expert_batch)
 
 
 def _device_of(index: int, free: list[int], facts: ModelFacts) -> int:
@@ -225,14 +235,24 @@ def _bare_device(
 ) -> DevicePlan:
     """Without slots and ring. A device without layers takes nothing but its context."""
 
-    def compute(ubatch: int, chunk: int | str = 0) -> int:
-        return plan_compute.compute_bytes(layers, facts.n_embd, min(ubatch, choices.ctx), choices.cells, chunk)
+    own = facts.draft or facts  # of the draft
+    contexts = [
+        ([x for x in layers if x.draft is draft], own.n_embd if draft else facts.n_embd) for draft in (False, True)
+    ]
 
-    contexts = 2 if choices.draft_tokens and has_output else 1
-    k, v = KV_TYPES[choices.type_k], KV_TYPES[choices.type_v]
+    def compute(ubatch: int, chunk: int | str = 0) -> int:
+        tokens = min(ubatch, choices.ctx)
+        return sum(plan_compute.compute_bytes(those, width, tokens, choices.cells, chunk) for those, width in contexts)
+
+    def position_bytes(layer: LayerFacts) -> float:
+        k, v = (choices.draft_type_k, choices.draft_type_v) if layer.draft else (choices.type_k, choices.type_v)
+        return (layer.kv_k or 0) * KV_TYPES[k] + (layer.kv_v or 0) * KV_TYPES[v]
+
     dense_bytes = sum(layer.dense_bytes for layer in layers) + (facts.output_bytes if has_output else 0)
-    kv = [int(((layer.kv_k or 0) * k + (layer.kv_v or 0) * v) * choices.cells) for layer in layers]
-    sparse = [facts.architecture in SPARSE_IN_PLACE and layer.indexer_k > 0 for layer in layers]
+    kv = [int(position_bytes(layer) * choices.cells) for layer in layers]
+    sparse = [
+        (own if layer.draft else facts).architecture in SPARSE_IN_PLACE and layer.indexer_k > 0 for layer in layers
+    ]
     sparse_bytes = sum(size for size, is_sparse in zip(kv, sparse, strict=True) if is_sparse)
     room = free - CONTEXT_BYTES - dense_bytes
     in_host = [
@@ -240,7 +260,11 @@ def _bare_device(
         for size, is_sparse in zip(kv, sparse, strict=True)
     ]
     staged = max(in_host, default=0)  # prompts read a copy of one layer's K/V at a time
-    indexer_bytes = int(sum(layer.indexer_k for layer in layers) * k * choices.cells)
+    indexer_bytes = sum(
+        int(layer.indexer_k * KV_TYPES[choices.draft_type_k if layer.draft else choices.type_k] * choices.cells)
+        for layer in layers
+    )
+    states = [(layer.state_bytes or 0) * (1 if layer.draft else 1 + choices.draft_tokens) for layer in layers]
     return DevicePlan(
         name=name,
         free_bytes=free,
@@ -253,10 +277,10 @@ def _bare_device(
         kv_bytes=sum(kv) - sum(in_host) + indexer_bytes,
         kv_host_bytes=sum(in_host),
         kv_rows_bytes=_kept_bytes([size for size, yes in zip(in_host, sparse, strict=True) if yes], choices, room),
-        state_bytes=sum(layer.state_bytes or 0 for layer in layers) * choices.sequences * (1 + choices.draft_tokens),
+        state_bytes=sum(states) * choices.sequences,
         # batches between EXPERT_BATCH and the prefill threshold take the stock path, whose uploads are compute buffers
-        decode_compute_bytes=contexts * (compute(choices.ubatch) + _uploaded_bytes(layers)) + staged,
-        prefill_compute_bytes=contexts * compute(max(choices.prefill_ubatch, choices.ubatch), choices.chunk) + staged,
+        decode_compute_bytes=compute(choices.ubatch) + sum(_uploaded_bytes(those) for those, _ in contexts) + staged,
+        prefill_compute_bytes=compute(max(choices.prefill_ubatch, choices.ubatch), choices.chunk) + staged,
     )
 
 
@@ -281,13 +305,13 @@ def _slot_room(device: DevicePlan, choices: Choices, index: int) -> float:
     return min(free, choices.budget(index) - device.decode_compute_bytes)
 
 
-def _ring_regions(facts: ModelFacts, choices: Choices, bare: list[DevicePlan], slots: int) -> int:
+def _ring_regions(choices: Choices, bare: list[DevicePlan], split: list[list[LayerFacts]], slots: int) -> int:
     """Regions of the prefill phase: as many as wanted, fewer, none, the same number on every device."""
     if not (choices.switches and slots):
         return 0
-    split = _split(facts, [device.free_bytes for device in bare])
-    longest = max((device.moe_layers for device in bare), default=0)
-    wanted = choices.ring if choices.ring is not None else ring_depth([device.moe_layers for device in bare])
+    lengths = [len(_ringed(layers)) for layers in split]
+    longest = max(lengths, default=0)
+    wanted = choices.ring if choices.ring is not None else ring_depth(lengths)
     for regions in range(min(wanted, max(longest, 2)), 1, -1):
         kept = RESERVE_BYTES if choices.ring is None and regions > RING_LEAST else 0
         for i, (device, layers) in enumerate(zip(bare, split, strict=True)):
@@ -306,7 +330,12 @@ def ring_depth(layers: Sequence[int]) -> int:
     return max(RING_LEAST, longest - longest // devices + 1 if devices > 1 else 0)
 
 
+def _ringed(layers: list[LayerFacts]) -> list[LayerFacts]:
+    """Those that stream their experts: what an MTP draft writes of a prompt, no expert matters to."""
+    return [layer for layer in layers if layer.expert_tensor_bytes and not (layer.draft and layer.mtp)]
+
+
 def _ring_bytes(layers: list[LayerFacts], regions: int) -> int:
-    moe = [layer for layer in layers if layer.expert_tensor_bytes]
-    region = max((sum(-(-size // 256) * 256 for size in layer.expert_tensor_bytes) for layer in moe), default=0)
-    return min(regions, len(moe)) * region
+    ringed = _ringed(layers)
+    region = max((sum(-(-size // 256) * 256 for size in layer.expert_tensor_bytes) for layer in ringed), default=0)
+    return min(regions, len(ringed)) * region

@@ -16,9 +16,10 @@ from llama_phase.gguf_facts import read_facts
 from llama_phase.hardware import Machine, probe
 from llama_phase.plan import DevicePlan, Plan, make_plan
 from llama_phase.plan_choices import Choices
+from llama_phase.plan_draft import not_planned
 from llama_phase.settings import Settings
 from llama_phase.tree import write_atomically
-from llama_phase.upstream_flags import flag_value, normalise
+from llama_phase.upstream_flags import DRAFT_MODEL, flag_value, normalise
 
 FILE_NAME = "plan-check.json"
 COMPUTED_ERROR, ESTIMATED_ERROR = 0.01, 0.15  # shares of what is reported; beyond them a deviation is worth a word
@@ -132,7 +133,9 @@ def plan_of(settings: Settings, machine: Machine | None = None) -> tuple[Plan | 
     if not flags & {"--cpu-moe", "-cmoe"} or flag_value(settings.upstream, ("-ngl", "--n-gpu-layers")) is None:
         return None, "plans are for `-ngl 99 --cpu-moe`"
     try:
-        facts = read_facts(settings.model)
+        facts = read_facts(settings.model, flag_value(settings.upstream, DRAFT_MODEL))
+        if why := not_planned(settings, facts.draft):
+            return None, why
         choices = Choices.of(settings, facts)
         if settings.expert_slots != "auto":
             choices = replace(choices, slots=settings.expert_slots)
@@ -142,17 +145,19 @@ def plan_of(settings: Settings, machine: Machine | None = None) -> tuple[Plan | 
 
 
 def _experts(plan: Plan, phase: Mapping[str, Any]) -> Iterator[Deviation]:
-    # the first context is the target's; plans are without a draft
-    experts = next(iter(phase.get("experts", [])), None)
-    if experts is None:
+    # the target's context comes first, then its draft's, whose slots per layer follow from what the first left
+    contexts = phase.get("experts", [])
+    if not contexts:
         if plan.slots:
             yield Deviation("slots per layer", plan.slots, 0, "slots")
         return
-    yield Deviation("slots per layer", plan.slots, experts["slots_per_layer"], "slots")
-    yield Deviation("slots", sum(device.slots_bytes for device in plan.devices), experts["slot_bytes"])
-    yield Deviation("pinned host memory", plan.pinned_bytes, experts["pinned_bytes"])
-    layers = sum(device.moe_layers for device in plan.devices)
-    yield Deviation("layers with slots", layers if plan.slots else 0, len(experts["layers"]), "layers")
+    yield Deviation("slots per layer", plan.slots, contexts[0]["slots_per_layer"], "slots")
+    slots_bytes = sum(device.slots_bytes for device in plan.devices)
+    yield Deviation("slots", slots_bytes, sum(experts["slot_bytes"] for experts in contexts))
+    pinned_bytes = plan.pinned_bytes - sum(device.kv_host_bytes for device in plan.devices)
+    yield Deviation("pinned host memory", pinned_bytes, sum(experts["pinned_bytes"] for experts in contexts))
+    layers = sum(device.moe_layers for device in plan.devices) if plan.slots else 0
+    yield Deviation("layers with slots", layers, sum(len(experts["layers"]) for experts in contexts), "layers")
     ring = [step["bytes"] for step in phase.get("last_enter_steps", []) if step["step"] == "enter.allocate_ring"]
     if ring:
         yield Deviation("ring", sum(device.ring_bytes for device in plan.devices), ring[0])

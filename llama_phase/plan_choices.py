@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llama_phase.errors import UsageError
 from llama_phase.gguf_facts import ModelFacts
+from llama_phase.plan_draft import DraftPlace
 from llama_phase.settings import Settings
-from llama_phase.upstream_flags import DRAFT_N_MAX, SPEC_TYPE, flag_value
+from llama_phase.upstream_flags import DRAFT_N_MAX, DRAFT_TYPE_K, DRAFT_TYPE_V, SPEC_TYPE, flag_value
 
 _MIB = 1 << 20
 MIN_TOKENS_FLOOR = 240  # of engine/phase-ubatch.cpp
@@ -49,6 +50,9 @@ class Choices:
     kv: str = "device"
     kv_rows: int | None = None  # None: auto
     draft_tokens: int = 0  # longest MTP draft; the recurrent state is kept once more for each of its tokens
+    draft_type_k: str = "f16"
+    draft_type_v: str = "f16"
+    draft_place: DraftPlace = field(default_factory=DraftPlace)
 
     @classmethod
     def of(cls, settings: Settings, facts: ModelFacts) -> Choices:
@@ -61,7 +65,7 @@ class Choices:
             raise UsageError(f"{facts.path} does not say its context length", fix="give one: --ctx N")
         types = [
             flag_value(settings.upstream, names) or "f16"
-            for names in (("-ctk", "--cache-type-k"), ("-ctv", "--cache-type-v"))
+            for names in (("-ctk", "--cache-type-k"), ("-ctv", "--cache-type-v"), DRAFT_TYPE_K, DRAFT_TYPE_V)
         ]
         for name in types:
             if name not in KV_TYPES:
@@ -87,6 +91,9 @@ class Choices:
             kv=settings.kv,
             kv_rows=None if settings.kv_rows == "auto" else settings.kv_rows,
             draft_tokens=_draft_tokens(settings, facts),
+            draft_type_k=types[2],
+            draft_type_v=types[3],
+            draft_place=DraftPlace.of(settings),
         )
 
     @property
@@ -121,7 +128,7 @@ class Choices:
 
 def _draft_tokens(settings: Settings, facts: ModelFacts) -> int:
     """As llama_phase.speculation gives them to the server: --mtp, or the flags after `--`."""
-    if not any(layer.mtp for layer in facts.layers):
+    if not any(layer.mtp for layer in (facts.draft or facts).layers):
         return 0
     theirs = "draft-mtp" in (flag_value(settings.upstream, SPEC_TYPE) or settings.spec).split(",")
     if not theirs and (settings.mtp == 0 or flag_value(settings.upstream, SPEC_TYPE)):

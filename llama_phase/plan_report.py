@@ -100,6 +100,8 @@ class Report:
             words.append("--cpu-moe")
         for flag, kind in (("-ctk", choices.type_k), ("-ctv", choices.type_v)):
             words += [flag, kind] if kind != "f16" else []
+        if self.facts.draft is not None:
+            words += choices.draft_place.words
         return words
 
     @property

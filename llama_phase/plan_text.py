@@ -35,11 +35,16 @@ def lines(report: Report) -> Iterator[str]:
     mtp = len(facts.layers) - len(facts.served_layers)
     tokens = plan.choices.draft_tokens
     planned = f" drafting {tokens} tokens" if tokens else " (not planned: --mtp)"
+    if facts.draft is not None:
+        planned = " not used"
     yield (
         f"{facts.name} ({facts.architecture}): {len(facts.served_layers)} layers, {len(facts.moe_layers)} with experts"
         f"{f', {mtp} MTP{planned}' if mtp else ''}; {facts.n_expert} experts, {facts.n_used} per token; "
         f"{gib(facts.experts_bytes)} GiB of experts; context {plan.choices.ctx}"
     )
+    if facts.draft is not None:
+        drafted = f", {tokens} tokens at a time" if tokens else ""
+        yield f"draft: {facts.draft.name} ({facts.draft.architecture}), {gib(facts.draft.file_bytes)} GiB{drafted}"
     yield ""
     yield from _table(plan.devices, plan.choices.switches)
     yield "* an estimate"

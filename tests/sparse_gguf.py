@@ -52,8 +52,10 @@ def write_flash_next(
     shards: int = 1,
     vocabulary: bool = False,
     ple_rows: int = 0,
+    trunk: bool = True,
 ) -> Path:
-    """The shape of a qwen4exp hybrid: three recurrent layers, then one of indexed attention; experts in Q4_0."""
+    """The shape of a qwen4exp hybrid: three recurrent layers, then one of indexed attention; experts in Q4_0. Without
+    `trunk` it is the MTP block alone, with embeddings and head."""
     a = "qwen4exp"
     total = layers + mtp
     attention = [index % 4 == 3 or index >= layers for index in range(total)]
@@ -89,7 +91,7 @@ def write_flash_next(
     }
     if ple_rows:
         tensors["per_layer_token_embd.weight"] = ((256, ple_rows), Q4_0)
-    for index in range(total):
+    for index in range(0 if trunk else layers, total):
         b = f"blk.{index}."
         if attention[index]:
             for name, width in (("attn_q", 4096), ("attn_k", 512), ("attn_v", 512), ("indexer.k_proj", 128)):
@@ -102,7 +104,7 @@ def write_flash_next(
         tensors[f"{b}ffn_up_exps.weight"] = ((n_embd, n_ff, n_expert), Q4_0)
         tensors[f"{b}ffn_down_exps.weight"] = ((n_ff, n_embd, n_expert), Q4_0)
     if shards == 1:
-        return write_sparse(folder / "flash.gguf", metadata, tensors)
+        return write_sparse(folder / ("flash.gguf" if trunk else "flash-mtp.gguf"), metadata, tensors)
     names = list(tensors)
     size = -(-len(names) // shards)
     for number in range(shards):

@@ -115,6 +115,42 @@ def test_an_mtp_draft_takes_states_a_layer_and_buffers(flash: ModelFacts) -> Non
     assert words[words.index("--mtp") + 1] == "auto"
 
 
+def test_a_draft_from_its_own_file_is_in_the_plan(flash: ModelFacts, tmp_path: Path) -> None:
+    """The block's file beside a model whose own block is not used: as the block inside, and its head and table more."""
+    path = write_flash_next(tmp_path, trunk=False)
+    bare = replace(flash, layers=flash.layers[:-1])
+    own = replace(bare, draft=read_facts(flash.path, path).draft)
+    upstream = ["-md", str(path), "-cmoed"]
+    choices = Choices.of(Settings.load(model=flash.path, ctx=32768, mtp="auto", upstream=upstream), own)
+    assert choices.draft_tokens == 7
+    inside, outside = (
+        make_plan(flash, machine("48"), replace(CTX, draft_tokens=7)),
+        make_plan(own, machine("48"), choices),
+    )
+    head = own.draft.output_bytes
+    (one,), (other,) = inside.devices, outside.devices
+    assert head > 0 and other.dense_bytes == one.dense_bytes + head
+    for name in ("kv_bytes", "state_bytes", "ring_bytes", "expert_bytes", "moe_layers"):
+        assert getattr(one, name) == getattr(other, name), name
+    assert outside.pinned_bytes == inside.pinned_bytes
+    assert outside.host_bytes == inside.host_bytes + own.draft.input_bytes
+    words = Report(own, machine("48"), outside).serve_argv
+    assert words[words.index("--mtp") + 1] == "auto" and words[words.index("-ngl") :].count("-cmoed") <= 1
+    again = Settings.load(model=flash.path, ctx=32768, mtp="auto", upstream=words[words.index("--") + 1 :])
+    assert Choices.of(again, own).draft_place.host_experts == choices.draft_place.host_experts > 0
+    text = list(lines(Report(own, machine("48"), outside)))
+    assert text[1].startswith("draft: flash (qwen4exp)") and "7 tokens at a time" in text[1]
+    # K/V of its own type, on a GPU of its own
+    upstream += ["-ctkd", "q8_0", "-ctvd", "q8_0", "-devd", "CUDA1"]
+    elsewhere = Choices.of(Settings.load(model=flash.path, ctx=32768, mtp="auto", upstream=upstream), own)
+    first, second = make_plan(own, machine("4,44"), elsewhere), make_plan(own, machine("44,4"), elsewhere)
+    for plan in (first, second):
+        without = make_plan(replace(bare, draft=None), machine("4,44" if plan is first else "44,4"), CTX)
+        assert plan.devices[0].dense_bytes == without.devices[0].dense_bytes
+        more = plan.devices[1].kv_bytes - without.devices[1].kv_bytes
+        assert 0 < more < other.kv_bytes - make_plan(bare, machine("48"), CTX).devices[0].kv_bytes
+
+
 def test_the_draft_is_planned_as_it_will_be_started(flash: ModelFacts) -> None:
     def tokens(*upstream: str, **flags: object) -> int:
         return Choices.of(Settings.load(model=flash.path, upstream=upstream, **flags), flash).draft_tokens

@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from expert_servers import TRANSACTION, ExpertFleet, stopped_at_the_end
 from sparse_gguf import write_flash_next
+from synth_gguf import make_model
 
 from llama_phase import plan_check, plan_plot
 from llama_phase.errors import MissingPrerequisite, UsageError
@@ -25,6 +27,7 @@ from llama_phase.server import Server
 from llama_phase.settings import Settings
 
 MACHINE = with_given(Machine(), vram="24,20", ram="192")
+FLASH_EXPERT_BYTES = 3 * 2560 * 640 // 32 * 18
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,8 @@ def plan(flash: ModelFacts) -> Plan:
 
 
 def reported(plan: Plan, **changes: int) -> dict:
-    """/phase of an engine that does what was planned, but for `changes`, after a transaction."""
+    """/phase of an engine that does what was planned, but for `changes`, after a transaction; the last layer with
+    experts is the draft's when there is one."""
     values = {
         "slots_per_layer": plan.slots,
         "slot_bytes": sum(device.slots_bytes for device in plan.devices),
@@ -58,7 +62,12 @@ def reported(plan: Plan, **changes: int) -> dict:
     ring = sum(device.ring_bytes for device in plan.devices)
     steps = [{"step": "enter.quiesce", "bytes": 0}, {"step": "enter.allocate_ring", "bytes": ring}]
     layers = [{}] * sum(device.moe_layers for device in plan.devices)
-    return {"experts": [values | {"layers": layers}], "memory": memory, "last_enter_steps": steps}
+    contexts = [values | {"layers": layers}]
+    if plan.choices.draft_tokens:
+        own = plan.slots * FLASH_EXPERT_BYTES
+        contexts[0] |= {"slot_bytes": values["slot_bytes"] - own, "layers": layers[1:]}
+        contexts.append({"slots_per_layer": plan.slots, "slot_bytes": own, "pinned_bytes": 0, "layers": [{}]})
+    return {"experts": contexts, "memory": memory, "last_enter_steps": steps}
 
 
 def test_an_engine_that_does_what_was_planned_deviates_nowhere(plan: Plan) -> None:
@@ -68,6 +77,25 @@ def test_an_engine_that_does_what_was_planned_deviates_nowhere(plan: Plan) -> No
     items = " ".join(deviation.item for deviation in found)
     for part in ("slots per layer", "pinned", "ring", "GPU 0 (CUDA0), decode", "GPU 1 (CUDA1), prefill", "context"):
         assert part in items, part
+
+
+@pytest.mark.parametrize("kv", ["device", "host"])
+def test_contexts_are_compared_together_and_experts_with_experts(flash: ModelFacts, kv: str) -> None:
+    """With an MTP draft its slots count; with K/V in host memory, what is pinned of it does not."""
+    plan = make_plan(flash, MACHINE, Choices(ctx=32768, draft_tokens=7, kv=kv))
+    phase = reported(plan)
+    for experts in phase["experts"]:
+        experts["pinned_bytes"] = 0
+    phase["experts"][0]["pinned_bytes"] = 49 * 512 * FLASH_EXPERT_BYTES
+    assert [d for d in compare(plan, phase) if d.error] == []
+
+
+def test_an_mtp_draft_streams_nothing_so_its_layer_takes_no_place_in_the_ring(tmp_path: Path) -> None:
+    """Of four layers and the block's, with a ring of eight: there are four regions."""
+    facts = read_facts(write_flash_next(tmp_path, layers=4))
+    one = with_given(Machine(), vram="48", ram="192")
+    plan, with_draft = (make_plan(facts, one, Choices(ctx=4096, ring=8, draft_tokens=n)) for n in (0, 7))
+    assert plan.devices[0].ring_bytes == with_draft.devices[0].ring_bytes == 4 * 512 * FLASH_EXPERT_BYTES
 
 
 def test_each_figure_that_is_off_is_named_with_both_values(plan: Plan) -> None:
@@ -142,6 +170,32 @@ def test_l6_what_cannot_fit_is_refused_before_loading_with_the_shortfall_of_each
         check.starting(settings)
 
 
+def test_l6_a_draft_from_its_own_file_counts_and_where_its_experts_are_decides(
+    flash: ModelFacts, tmp_path: Path
+) -> None:
+    """Without -cmoed all its weights go to the GPU, 1.4 GB of experts: `certain` has no room for those."""
+    draft = write_flash_next(tmp_path, trunk=False)
+    slots = {"model": flash.path, "ctx": 4096, "expert_slots": 80, "mtp": "auto"}
+    one = with_given(Machine(), vram="48", ram="192")
+    base = ("-ngl", "99", "--cpu-moe")
+    planned, _ = plan_check.plan_of(Settings.load(**slots, upstream=[*base, "-md", str(draft), "-cmoed"]), one)
+    (gpu,) = planned.devices
+    certain = gpu.dense_bytes + gpu.kv_bytes + gpu.state_bytes + gpu.slots_bytes
+    vram = f"{certain / (1 << 30) + 0.05:.3f}"
+    for more in (("-cmoed",), ("-ncmoed", "49"), ("-ngld", "0"), ("--spec-draft-device", "none")):
+        check, settings = companion(tmp_path, [], vram, **slots, upstream=[*base, "-md", str(draft), *more])
+        check.starting(settings)
+    for more in ((), ("-ngld", "99"), ("--spec-draft-device", "CUDA0")):
+        check, settings = companion(tmp_path, [], vram, **slots, upstream=[*base, "-md", str(draft), *more])
+        with pytest.raises(UsageError, match="GiB short for weights, K/V and 80 slots"):
+            check.starting(settings)
+    for more in (("-ngld", "1"), ("-otd", "exps=CPU")):
+        settings = Settings.load(**slots, upstream=[*base, "-md", str(draft), *more])
+        assert plan_check.plan_of(settings, one)[0] is None
+    settings = Settings.load(**slots, upstream=[*base, "-hfd", "someone/draft"])
+    assert "download" in plan_check.plan_of(settings, one)[1]
+
+
 def test_l17_an_estimate_refuses_nothing_and_there_is_a_way_to_force(flash: ModelFacts, tmp_path: Path) -> None:
     fixed = make_plan(flash, MACHINE, Choices(ctx=32768, slots=0)).devices
     certain = max(d.dense_bytes + d.kv_bytes + d.state_bytes for d in fixed) / (1 << 30)
@@ -184,6 +238,29 @@ def test_what_is_computed_agrees_with_the_real_engine(one_server, prompt, model_
     assert len(said) == 1 and "most in slots per layer: 32 slots planned, 24 slots reported" in said[0], said
     assert plan_check.find(tmp_path.parent, facts.path) == []
     assert len(plan_check.find(tmp_path, facts.path)) == len(found)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("own_file", [False, True])
+def test_slots_of_a_draft_agree_with_the_real_engine(engine: Path, model_path, tmp_path: Path, own_file: bool) -> None:
+    """The block in the model, and E2: a model without one beside the block's file. What both contexts pin of one model
+    is counted once."""
+    models = {"model": make_model("tiny", tmp_path / "m.gguf", mtp="no") if own_file else model_path("qwen4exp")}
+    flags = ["--spec-type", "draft-mtp", "--spec-draft-n-max", "3"]
+    if own_file:
+        flags += ["-md", str(make_model("tiny", tmp_path / "mtp.gguf", mtp="only")), "-cmoed"]
+    slots = {"expert_slots": 24, "expert_batch": 4, "ctx": 4096}
+    settings = Settings.load(model=models["model"], upstream=["-ngl", "99", "--cpu-moe", *flags], **slots)
+    plan, why = plan_check.plan_of(settings, with_given(Machine(), vram="24", ram="192"))
+    assert plan is not None, why
+    fleet = ExpertFleet(models.__getitem__, tmp_path)
+    with stopped_at_the_end(fleet) as alone:
+        server = alone("model", 24, *flags, EXPERT_BATCH=4, **TRANSACTION)
+        answer = server.complete([100 + i % 900 for i in range(1200)], n=8)
+        assert answer.timings["draft_n"] > 0
+        found = {deviation.item: deviation for deviation in compare(plan, server.phase())}
+    assert set(found) == {"slots per layer", "slots", "pinned host memory", "layers with slots", "ring"}
+    assert {item: str(deviation) for item, deviation in found.items() if deviation.error} == {}
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
