@@ -9,8 +9,8 @@
 #include "llama-memory-hybrid-idx.h"
 
 bool phase_select_is_fast() {
-    static const bool fast = phase_config_load().select == PHASE_SELECT_FAST;
-    return fast;
+    static const auto mode = phase_config_load().select;
+    return mode == PHASE_SELECT_FAST || (mode == PHASE_SELECT_AUTO && phase_kv_sparse_in_host());
 }
 
 static bool fill(const llama_memory_hybrid_idx_context & mctx, ggml_tensor * mask, const llama_ubatch & ubatch) {

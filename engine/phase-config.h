@@ -37,6 +37,7 @@ enum phase_kv_mode {
 
 // how the indexer's choice of rows is prepared and carried out; the choice is the same
 enum phase_select_mode {
+    PHASE_SELECT_AUTO, // fast when a sparse layer's K/V is in host memory
     PHASE_SELECT_STOCK,
     PHASE_SELECT_FAST,
 };
@@ -64,7 +65,7 @@ struct phase_config {
     size_t        refill_bytes = size_t(256) << 20; // in front of a micro-batch; 0: all before the first token
     phase_kv_mode kv      = PHASE_KV_DEVICE;
     int32_t       kv_rows = -1; // positions per layer that the device keeps of K/V in host memory; -1: auto
-    phase_select_mode select = PHASE_SELECT_STOCK;
+    phase_select_mode select = PHASE_SELECT_AUTO;
 
     std::vector<size_t>      budget_bytes; // per device, the last one for all further devices; empty: none
     std::vector<phase_fault> faults;

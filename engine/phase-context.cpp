@@ -4,6 +4,7 @@
 #include "graph-writes.h"
 #include "phase-chunks.h"
 #include "phase-group.h"
+#include "kpool-memo.h"
 #include "phase-kv.h"
 #include "phase-stats.h"
 
@@ -47,7 +48,7 @@ static uint32_t choose_prefill_ubatch(const llama_cparams & cparams, const phase
 
 std::shared_ptr<phase_context> phase_context_create(llama_context & ctx) {
     const phase_config config = phase_config_load();
-    phase_kv_set_select(config.select);
+    phase_kv_set_select(phase_select_is_fast());
     const bool nothing_but_a_switch = config.expert_slots == 0 && config.kv == PHASE_KV_DEVICE && !config.draft_auto;
     if (ctx.model.hparams.vocab_only || (config.mode == PHASE_MODE_OFF && nothing_but_a_switch)) {
         return nullptr;

@@ -1,6 +1,7 @@
 #include "phase-group.h"
 
 #include "expert-cache.h"
+#include "kpool-memo.h"
 #include "phase-context.h"
 #include "phase-kv.h"
 
@@ -233,10 +234,16 @@ void phase_group::note_fill() {
 
 void phase_group::note_experts() {
     stats.experts.clear();
+    std::vector<const llama_model *> models;
     for (const auto * member : members) {
-        if (member->experts) {
-            stats.experts.push_back(member->experts->stats());
+        if (!member->experts) {
+            continue;
         }
+        stats.experts.push_back(member->experts->stats());
+        if (std::find(models.begin(), models.end(), &member->model()) != models.end()) {
+            stats.experts.back().pinned_bytes = 0; // contexts add up
+        }
+        models.push_back(&member->model());
     }
 }
 
@@ -301,6 +308,7 @@ phase_stats phase_group::snapshot() const {
     if (drafts) {
         copy.draft = drafts->stats();
     }
+    copy.fast_select = phase_select_is_fast();
     auto experts = copy.experts.begin();
     for (const auto * member : members) {
         copy.kv.push_back(member->kv);

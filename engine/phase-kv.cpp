@@ -1,6 +1,7 @@
 #include "phase-kv.h"
 
 #include "expert-store.h"
+#include "kpool-memo.h"
 #include "kv-buffer.h"
 #include "kv-place.h"
 #include "kv-rows-host.h"
@@ -10,10 +11,13 @@
 
 #include "ggml.h"
 
+#include <atomic>
 #include <map>
 
 static thread_local bool                        noting = false;
 static thread_local std::vector<kv_layer_stats> notes;
+
+static std::atomic<bool> sparse_in_host{false};
 
 // Whether the graph of the architecture reads only the rows that the layer's indexer picked.
 static bool is_sparse(const llama_model & model, uint32_t il) {
@@ -62,6 +66,9 @@ ggml_backend_buffer_type_t phase_kv_buffer_type(ggml_backend_buffer_type_t buft,
         note.bytes  = layer_bytes(hparams, il, type_k, type_v, n_rows);
         note.reason = choice.reason;
         notes.push_back(std::move(note));
+    }
+    if (choice.host && facts.sparse && !sparse_in_host.exchange(true)) {
+        phase_kv_set_select(phase_select_is_fast());
     }
     return choice.host ? host : buft;
 }
@@ -173,11 +180,15 @@ void phase_kv_stage(ggml_context * ctx, ggml_cgraph * gf, int64_t n_tokens, ggml
     k = copy;
 }
 
-void phase_kv_set_select(phase_select_mode select) {
+bool phase_kv_sparse_in_host() {
+    return sparse_in_host;
+}
+
+void phase_kv_set_select(bool fast) {
     for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
         const auto * api = phase_backend_api_of(ggml_backend_dev_get(i));
         if (api && api->set_select) {
-            api->set_select(select == PHASE_SELECT_FAST);
+            api->set_select(fast);
         }
     }
 }

@@ -59,8 +59,11 @@ void phase_kv_stage(ggml_context * ctx, ggml_cgraph * gf, int64_t n_tokens, ggml
 // Fills in the mask of attention as llama_kv_cache::set_input_kq_mask does, from what kpool-memo.h keeps where that says enough.
 void phase_set_kq_mask(const llama_memory_hybrid_context * mctx, ggml_tensor * mask, const llama_ubatch * ubatch, bool causal);
 
+// Whether the K/V of any sparse layer went to host memory, in this process.
+bool phase_kv_sparse_in_host();
+
 // Tells every backend.
-void phase_kv_set_select(phase_select_mode select);
+void phase_kv_set_select(bool fast);
 
 // Notes the places of a context's layers, between its begin and its end, on this thread.
 void                   phase_kv_begin_notes();

@@ -147,7 +147,7 @@ static json kv_json(const phase_stats & stats) {
         }
         contexts.push_back({ { "host_bytes", kv_bytes(member, true) }, { "device_bytes", kv_bytes(member, false) }, { "layers", std::move(layers) } });
     }
-    return { { "asked", MODES[stats.kv_mode] }, { "contexts", std::move(contexts) } };
+    return { { "asked", MODES[stats.kv_mode] }, { "select", stats.fast_select ? "fast" : "stock" }, { "contexts", std::move(contexts) } };
 }
 
 static json draft_json(const draft_stats & draft) {
@@ -329,7 +329,7 @@ static void experts_prometheus(prometheus_text & text, const std::vector<expert_
         return;
     }
     phase_op_counters sum = {};
-    uint64_t copied = 0, prefetched = 0, filled = 0, left = 0, streamed = 0, slot_bytes = 0, ring_bytes = 0;
+    uint64_t copied = 0, prefetched = 0, filled = 0, left = 0, streamed = 0, slots = 0, slot_bytes = 0, ring_bytes = 0, pinned_bytes = 0;
     phase_ring_times times;
     for (const auto & experts : members) {
         const auto c = total(experts, &expert_layer_stats::slots);
@@ -341,7 +341,11 @@ static void experts_prometheus(prometheus_text & text, const std::vector<expert_
         filled     += copied_bytes(experts, &expert_layer_stats::filled);
         left       += experts.fill.left_bytes;
         streamed   += copied_bytes(experts, &expert_layer_stats::ring);
-        slot_bytes += experts.slot_bytes;
+        for (const auto & layer : experts.layers) {
+            slots += layer.n_slots;
+        }
+        slot_bytes   += experts.slot_bytes;
+        pinned_bytes += experts.pinned_bytes;
         times.copy_us    += experts.ring_times.copy_us;
         times.exposed_us += experts.ring_times.exposed_us;
         ring_bytes += experts.ring_bytes;
@@ -356,11 +360,23 @@ static void experts_prometheus(prometheus_text & text, const std::vector<expert_
     text.one("llama_phase_streamed_bytes_total",      "counter", "Bytes streamed through the ring.",                (double) streamed);
     text.one("llama_phase_stream_copy_seconds_total",    "counter", "Time in which layers were copied into the ring.", times.copy_us/1e6);
     text.one("llama_phase_stream_exposed_seconds_total", "counter", "Of that, time in which nothing was computed.",    times.exposed_us/1e6);
-    text.one("llama_phase_slots",                     "gauge",   "Slots per layer.",                                (double) members[0].n_slots);
+    text.one("llama_phase_slots",                     "gauge",   "Slots of all layers.",                            (double) slots);
     text.one("llama_phase_slot_bytes",                "gauge",   "Device memory of the slots.",                     (double) slot_bytes);
     text.one("llama_phase_ring_bytes",                "gauge",   "Device memory of the ring.",                      (double) ring_bytes);
-    text.one("llama_phase_pinned_bytes",              "gauge",   "Host memory of experts that devices read in place.", (double) members[0].pinned_bytes);
+    text.one("llama_phase_pinned_bytes",              "gauge",   "Host memory of experts that devices read in place.", (double) pinned_bytes);
     text.one("llama_phase_graph_replays_total",       "counter", "CUDA graphs launched.",                           (double) members[0].graph_replays);
+
+    // families of their own: sums over one that holds its own total count everything twice
+    const auto by_layer = [&](const char * name, const char * help, uint64_t phase_op_counters::*counter) {
+        text.family(name, "counter", help);
+        for (size_t i = 0; i < members.size(); ++i) {
+            for (const auto & layer : members[i].layers) {
+                text.sample(std::string(name) + "{context=\"" + std::to_string(i) + "\",layer=\"" + std::to_string(layer.il) + "\"}", (double) (layer.slots.*counter));
+            }
+        }
+    };
+    by_layer("llama_phase_layer_expert_lookups_total", "Experts looked up in a layer's slots; context 0 is the target, 1 its draft.", &phase_op_counters::looked_up);
+    by_layer("llama_phase_layer_expert_misses_total",  "Of those, experts that had to be copied.",                                    &phase_op_counters::missed);
 }
 
 static void draft_prometheus(prometheus_text & text, const draft_stats & draft) {

@@ -49,7 +49,7 @@ struct expert_fill_stats {
 };
 
 struct expert_stats {
-    size_t   pinned_bytes  = 0; // of the model: host memory that the devices read in place
+    size_t   pinned_bytes  = 0; // of the model, with its first context: host memory that the devices read in place
     size_t   slot_bytes    = 0;
     size_t   ring_bytes    = 0;
     int32_t  n_slots       = 0; // per layer
@@ -125,6 +125,7 @@ struct phase_stats {
     std::vector<phase_device_memory> prefill_memory; // read after the last enter
 
     phase_kv_mode                            kv_mode = PHASE_KV_DEVICE;
+    bool                                     fast_select = false; // filled by the snapshot
     std::vector<std::vector<kv_layer_stats>> kv; // one per member, when LLAMA_PHASE_KV is set; filled by the snapshot
     draft_stats draft; // filled by the snapshot
 

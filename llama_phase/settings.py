@@ -65,7 +65,7 @@ class Settings(BaseSettings):
     refill_mib: Annotated[int, Field(ge=0, le=16777216)] = 256
     kv: Literal["device", "host", "auto", "host-all"] = "device"
     kv_rows: Literal["auto"] | Annotated[int, Field(ge=0, le=16777216)] = "auto"
-    select: Literal["stock", "fast"] = "stock"
+    select: Literal["auto", "stock", "fast"] = "auto"
     draft: Literal["off", "auto"] = "off"
     mtp: Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=63)], BeforeValidator(_off_is_zero)] = 0
     graphs: Literal["auto"] | Annotated[int, Field(ge=0, le=64)] = "auto"

@@ -26,7 +26,7 @@ from engine_server import (
 
 pytestmark = pytest.mark.engine
 
-HOST = {"LLAMA_PHASE_KV": "host", "LLAMA_PHASE_SELECT": "fast"}
+HOST = {"LLAMA_PHASE_KV": "host"}  # LLAMA_PHASE_SELECT=auto is fast then; on the device it is stock
 SPARSE = ["qwen4exp", "qwen4exp-no-ple-exact"]
 
 
@@ -55,6 +55,27 @@ def rows_found(server: EngineServer, member: int = 0) -> tuple[int, int]:
     """Positions that attention read of layers whose rows are kept as well, and how many had to be copied first."""
     kept = [layer["rows"] for layer in places(server, member)["layers"] if "rows" in layer]
     return sum(rows["looked_up"] for rows in kept), sum(rows["missed"] for rows in kept)
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "env", "select"),
+    [
+        ("qwen4exp", (), {}, "fast"),
+        ("qwen4exp", (), {"LLAMA_PHASE_SELECT": "stock"}, "stock"),
+        ("qwen4exp", (), {"LLAMA_PHASE_KV": "auto"}, "stock"),
+        ("qwen4exp", (), {"LLAMA_PHASE_KV": "auto", "LLAMA_PHASE_SELECT": "fast"}, "fast"),
+        ("qwen4exp", ("-ctk", "q8_0", "-ctv", "q8_0"), {}, "stock"),
+        ("qwen3moe", (), {"LLAMA_PHASE_KV": "host-all"}, "stock"),
+    ],
+)
+def test_rows_are_selected_fast_where_their_kv_is_in_host_memory(
+    servers: KvFleet, prompt, model: str, args: tuple[str, ...], env: dict[str, str], select: str
+) -> None:
+    """`auto` goes by where the K/V of sparse layers is, not by where it was asked for; what is chosen never differs."""
+    server = servers.host(model, *args, env=env)
+    assert server.phase()["kv"]["select"] == select
+    of_host, of_device = both(server, servers.device(model, *args), prompt(model, 2500), n=20)
+    assert of_host == of_device
 
 
 @pytest.mark.parametrize("n", [1, 9, 1000, 5000])

@@ -46,7 +46,7 @@ VARIANTS = {  # name -> LLAMA_PHASE_*
     "host, fast": {"KV": "host", "SELECT": "fast"},
     "host, none kept": {"KV": "host", "SELECT": "fast", "KV_ROWS": "0"},
     "host, all kept": {"KV": "host", "SELECT": "fast", "KV_ROWS": "1000000"},
-    "host, stock": {"KV": "host"},
+    "host, stock": {"KV": "host", "SELECT": "stock"},
     "-nkvo": {},
 }
 ALL_ON_GPU = ("-ngl", "99", "--no-warmup", "-t", "4", "-fa", "on")

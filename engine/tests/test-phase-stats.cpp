@@ -38,7 +38,7 @@ phase_stats example() {
     target.unusable.emplace_back(2, "a \"quoted\"\nreason \\ with \x01 bytes");
     target.note = "fewer";
     expert_stats draft;
-    draft.slot_bytes = 1; draft.ring_bytes = 2; draft.n_slots = 4;
+    draft.pinned_bytes = 7; draft.slot_bytes = 1; draft.ring_bytes = 2; draft.n_slots = 4; // from a file of its own
     draft.layers.push_back({ 8, "CPU", 4, { 4, 4, 0, 1 }, {}, 100 });
     s.experts = { target, draft };
     return s;
@@ -182,9 +182,19 @@ TEST(prometheus_sums_the_members) {
     CHECK_EQ(text.at("llama_phase_streamed_bytes_total"), 512);
     CHECK_EQ(text.at("llama_phase_slot_bytes"), 65);
     CHECK_EQ(text.at("llama_phase_ring_bytes"), 98);
-    CHECK_EQ(text.at("llama_phase_pinned_bytes"), 640); // of the model that both share
+    CHECK_EQ(text.at("llama_phase_pinned_bytes"), 647);
     CHECK_EQ(text.at("llama_phase_graph_replays_total"), 12); // of the process
-    CHECK_EQ(text.at("llama_phase_slots"), 4);
+    CHECK_EQ(text.at("llama_phase_slots"), 12);
+    CHECK_EQ(text.at("llama_phase_layer_expert_lookups_total{context=\"0\",layer=\"3\"}"), 20);
+    CHECK_EQ(text.at("llama_phase_layer_expert_misses_total{context=\"0\",layer=\"0\"}"), 10);
+    CHECK_EQ(text.at("llama_phase_layer_expert_misses_total{context=\"1\",layer=\"8\"}"), 4);
+    for (const std::string counter : { "lookups", "misses" }) {
+        double sum = 0;
+        for (const auto & [name, value] : text) {
+            sum += name.rfind("llama_phase_layer_expert_" + counter, 0) == 0 ? value : 0;
+        }
+        CHECK_EQ(sum, text.at("llama_phase_expert_" + counter + "_total"));
+    }
     CHECK_EQ(text.at("llama_phase_prompts_total"), 8);
     CHECK_EQ(text.at("llama_phase_unusable"), 0);
     CHECK_EQ(text.at("llama_phase_compute_buffer_bytes{phase=\"decode\"}"), 1050);
