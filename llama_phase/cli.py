@@ -77,7 +77,9 @@ def plan(
     slots: Annotated[str | None, typer.Option(help="Experts per layer on the GPU, or auto [default: auto].")] = None,
     ubatch: Annotated[int | None, typer.Option(help="Micro-batch of the decode phase [default: 512].")] = None,
     prefill_ubatch: Annotated[str | None, typer.Option(help="Of the prefill phase, or auto [default: 2048].")] = None,
-    mtp: Annotated[str | None, typer.Option(help="MTP drafts: auto, off, or so many tokens [default: off].")] = None,
+    mtp: Annotated[
+        str | None, typer.Option(help="MTP drafts: auto (or no value), off, N tokens [default: off].")
+    ] = None,
     facts: Annotated[Path | None, typer.Option(help="Facts of another machine (`doctor --record`).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it, too: plan.png, .svg or .pdf.")] = None,
     checked: Annotated[
@@ -236,7 +238,7 @@ app.add_typer(cli_config.systemd, name="systemd")
 def main() -> int:
     """Run the command line; the exit codes are in docs/exit-codes.md."""
     try:
-        return int(app(standalone_mode=False) or 0)
+        return int(app(args=cli_serve.with_values(sys.argv[1:]), standalone_mode=False) or 0)
     except LlamaPhaseError as error:
         return _fail(str(error), error.fix, error.exit_code)
     except ParseError as error:

@@ -134,6 +134,7 @@ def _unit(serve: list[str]) -> str:
     import sys
 
     from llama_phase.cli import app
+    from llama_phase.cli_serve import with_values
     from llama_phase.config_file import config_files
     from llama_phase.env import PREFIX, registry
     from llama_phase.errors import UsageError
@@ -141,7 +142,7 @@ def _unit(serve: list[str]) -> str:
     from llama_phase.systemd import unit_text
 
     command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    given = command.make_context("serve", list(serve)).params
+    given = command.make_context("serve", with_values(serve)).params
     model, upstream = given["model"], given["upstream"] or ()
     if model is not None and str(model).startswith("-"):
         model, upstream = None, (str(model), *upstream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import wraps
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +34,9 @@ def serve(
     prefill_ubatch: Annotated[str | None, typer.Option(help="Of the prefill phase, or auto [default: 2048].")] = None,
     prefill_min_tokens: Annotated[str | None, typer.Option(help="New tokens worth a switch [default: auto].")] = None,
     slots: Annotated[str | None, typer.Option(help="Experts per layer on the GPU, or auto [default: 0].")] = None,
-    mtp: Annotated[str | None, typer.Option(help="MTP drafts: auto, off, or so many tokens [default: off].")] = None,
+    mtp: Annotated[
+        str | None, typer.Option(help="MTP drafts: auto (or no value), off, N tokens [default: off].")
+    ] = None,
     spec: Annotated[str | None, typer.Option(help="Other types of speculation, comma-separated.")] = None,
     draft_device: Annotated[str | None, typer.Option(help="Device of a draft model (-md).")] = None,
     backend: Annotated[str | None, typer.Option(help="cpu, cuda, auto [default: auto].")] = None,
@@ -67,6 +70,18 @@ def up(**options: Any) -> None:
     from llama_phase.detached import start
 
     start(settings, sys.argv[sys.argv.index("up") + 1 :], lambda line: print(line, file=sys.stderr))
+
+
+def with_values(words: list[str]) -> list[str]:
+    """Adds the `auto` that `--mtp` without a value means: before `--`, when what follows is no value but nothing, the
+    next option, or a model."""
+    end = words.index("--") if "--" in words else len(words)
+    out: list[str] = []
+    for word, after in zip_longest(words[:end], words[1:end], fillvalue=""):
+        out.append(word)
+        if word == "--mtp" and (not after or after.startswith("-") or after.endswith(".gguf") or Path(after).is_file()):
+            out.append("auto")
+    return out + words[end:]
 
 
 def load_settings(

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import typer
 from engine_server import ROOT
 from fake_gguf import TRUNK, write_gguf
+from sparse_gguf import write_flash_next
 
+from llama_phase.cli import app
+from llama_phase.cli_serve import with_values
 from llama_phase.env import child_environment
 from llama_phase.errors import LlamaPhaseError, ModelError, UsageError
 from llama_phase.gguf_header import check_model
@@ -38,6 +45,41 @@ def resolved(model: Path, *upstream: str, draft_file: Path | None = None, **flag
 
 def words(settings: Settings) -> str:
     return " ".join(word for word in argv(settings) if "spec" in word or not word.startswith(("-", "/")))
+
+
+@pytest.mark.parametrize(
+    ("given", "mtp", "after"),
+    [
+        ("MODEL --mtp", "auto", ()),
+        ("--mtp MODEL", "auto", ()),
+        ("--mtp somewhere/else.gguf", "auto", ()),
+        ("MODEL --mtp --port 0", "auto", ()),
+        ("MODEL --mtp -- -ngl 99", "auto", ("-ngl", "99")),
+        ("--mtp 3 MODEL", "3", ()),
+        ("--mtp=off MODEL", "off", ()),
+        ("MODEL -- --mtp", None, ("--mtp",)),
+        ("--mtp auto MODEL -- --mtp", "auto", ("--mtp",)),
+        ("--mtp on MODEL", "on", ()),  # refused as a value, not taken for a model
+    ],
+)
+def test_mtp_without_a_value_is_auto_and_swallows_no_model(
+    model: Path, given: str, mtp: str | None, after: tuple[str, ...]
+) -> None:
+    path = str(model.rename(model.with_suffix("")))  # only that it is there says that it is a model
+    words = given.replace("MODEL", path).split()
+    serve = typer.main.get_command(app).commands["serve"]
+    params = serve.make_context("serve", with_values(words)).params
+    assert (params["mtp"], tuple(params["upstream"] or ())) == (mtp, after)
+    assert str(params["model"]) in (path, "somewhere/else.gguf")
+
+
+@pytest.mark.parametrize("order", [("MODEL", "--mtp"), ("--mtp", "MODEL")])
+def test_mtp_without_a_value_on_the_command_line(tmp_path: Path, order: tuple[str, str]) -> None:
+    model = str(write_flash_next(tmp_path, layers=8, n_expert=32))
+    command = [sys.executable, "-m", "llama_phase.cli", "plan", "--vram", "24", "--ctx", "4096", "--json"]
+    command += [model if word == "MODEL" else word for word in order]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert json.loads(done.stdout)["plan"]["choices"]["draft_tokens"] == 7, done.stderr
 
 
 def test_off_changes_nothing(model: Path) -> None:
