@@ -53,6 +53,9 @@ class DevicePlan:
     prefill_compute_bytes: int
     kv_host_bytes: int = 0  # of its layers, in host memory
     kv_rows_bytes: int = 0  # of those, positions that the device keeps as well
+    late_bytes: int = (
+        0  # of a draft from its own file, at least: loaded when slots that are auto took all but the reserve
+    )
     slots_bytes: int = 0
     ring_bytes: int = 0
     decode_short_bytes: int = 0
@@ -147,6 +150,7 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
             DevicePlan(
                 **vars(device)
                 | {
+                    "late_bytes": _late_bytes(facts, choices, layers) if fit < most else 0,
                     "slots_bytes": slots_bytes,
                     "ring_bytes": ring_bytes,
                     "prefill_compute_bytes": prefill if choices.switches else 0,
@@ -214,6 +218,12 @@ def _split(facts: ModelFacts, choices: Choices, free: list[int]) -> list[list[La
         index = _device_of(layer.index, free, facts.draft or facts) if gpu is None else min(gpu, len(free) - 1)
         devices[index].append(layer)
     return devices
+
+
+def _late_bytes(facts: ModelFacts, choices: Choices, layers: list[LayerFacts]) -> int:
+    own = [layer for layer in layers if layer.draft and facts.draft is not None]
+    slots = sum(layer.expert_bytes * _slots_needed(facts, choices, layer) for layer in own)
+    return sum(layer.dense_bytes for layer in own) + slots
 
 
 def _slots_needed(facts: ModelFacts, choices: Choices, layer: LayerFacts) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from llama_phase.errors import LlamaPhaseError
 from llama_phase.gguf_facts import read_facts
 from llama_phase.hardware import Machine, probe
-from llama_phase.plan import DevicePlan, Plan, make_plan
+from llama_phase.plan import RESERVE_BYTES, DevicePlan, Plan, make_plan
 from llama_phase.plan_choices import Choices
 from llama_phase.plan_draft import not_planned
 from llama_phase.settings import Settings
@@ -93,6 +93,11 @@ def shortfalls(plan: Plan, settings: Settings) -> list[str]:
             missing = (certain - device.free_bytes) / _GIB
             short.append(
                 f"{device.name} is {missing:.2f} GiB short for {what} ({device.free_bytes / _GIB:.2f} GiB free)"
+            )
+        elif settings.expert_slots == "auto" and device.late_bytes > RESERVE_BYTES:
+            short.append(
+                f"{device.name} keeps 0.5 GiB beside slots that are auto, and the draft, which is loaded after them, "
+                f"takes {device.late_bytes / _GIB:.2f} (with --slots {plan.slots} both fit, by the plan)"
             )
     return short
 

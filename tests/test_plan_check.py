@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -194,6 +195,27 @@ def test_l6_a_draft_from_its_own_file_counts_and_where_its_experts_are_decides(
         assert plan_check.plan_of(settings, one)[0] is None
     settings = Settings.load(**slots, upstream=[*base, "-hfd", "someone/draft"])
     assert "download" in plan_check.plan_of(settings, one)[1]
+
+
+def test_slots_that_are_auto_leave_no_room_for_a_draft_that_is_loaded_after_them(
+    flash: ModelFacts, tmp_path: Path
+) -> None:
+    """Its 1.4 GB on the GPU, unless its experts stay in host memory or all of the target's fit."""
+    draft = str(write_flash_next(tmp_path, trunk=False))
+    given = {"model": flash.path, "ctx": 4096, "expert_slots": "auto", "mtp": "auto"}
+    flags = ["-ngl", "99", "--cpu-moe", "-md", draft]
+    check, settings = companion(tmp_path, [], "24", **given, upstream=flags)
+    with pytest.raises(UsageError, match=r"GPU 0 keeps 0.5 GiB .* --slots (\d+) both fit") as caught:
+        check.starting(settings)
+    n = int(re.search(r"--slots (\d+)", str(caught.value))[1])
+    for vram, changes in (
+        ("24", {"expert_slots": n}),
+        ("24", {"upstream": [*flags, "-cmoed"]}),
+        ("24", {"upstream": flags[:3]}),
+        ("640", {}),
+    ):
+        check, settings = companion(tmp_path, [], vram, **given | {"upstream": flags} | changes)
+        check.starting(settings)
 
 
 def test_l17_an_estimate_refuses_nothing_and_there_is_a_way_to_force(flash: ModelFacts, tmp_path: Path) -> None:
