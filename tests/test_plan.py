@@ -463,12 +463,12 @@ def test_links_of_several_devices_are_kept_busy(layers: tuple[int, ...], depth: 
 
 
 def test_a_ring_for_several_devices_leaves_a_reserve(flash: ModelFacts) -> None:
-    """Two cards of 80 GB have the depth that their links want, of 16 GB what is left, one card three layers."""
+    """Two cards of 80 GB have the depth that their links want, of 20 GB what is left, one card three layers."""
     depths = [
-        make_plan(flash, machine(vram), replace(CTX, slots=128)).ring_regions for vram in ("80,80", "16,16", "80")
+        make_plan(flash, machine(vram), replace(CTX, slots=128)).ring_regions for vram in ("80,80", "20,20", "80")
     ]
     assert 13 <= depths[0] <= 14 and 3 <= depths[1] < 13 and depths[2] == 3
-    for device in make_plan(flash, machine("16,16"), replace(CTX, slots=128)).devices:
+    for device in make_plan(flash, machine("20,20"), replace(CTX, slots=128)).devices:
         taken = device.fixed_bytes + device.prefill_compute_bytes + device.ring_bytes
         assert taken + RESERVE_BYTES <= device.free_bytes
 
