@@ -8,13 +8,16 @@ PYTHON ?= python3
 ENGINE ?= auto
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+# of bench-gpu
+SUITE  ?= gpu
+JSON   ?= bench-$(SUITE).json
 
 V := .venv/bin
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help prerequisites venv source prepare export check-patches status build bindings wheel stock models demo engine-tests test \
-        check env-docs bundle bench bump clean distclean
+        check env-docs bundle bench bench-gpu named-model bump clean distclean
 
 help: prerequisites  ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | while IFS='|' read -r verb text; do \
@@ -85,6 +88,13 @@ bundle: prepare  ## one archive for a GPU machine without network
 
 bench: build  ## measure stock against phase (BENCH_ARGS)
 	@$(V)/python -m llama_phase.bench $(BENCH_ARGS)
+
+bench-gpu: export ENGINE := cuda
+bench-gpu: named-model build  ## stock, static and phase on a GPU: table and JSON (MODEL=file, SUITE=gpu, JSON=file, BENCH_ARGS)
+	@$(V)/python -m llama_phase.bench '$(MODEL)' --suite $(SUITE) --json '$(JSON)' $(BENCH_ARGS)
+
+named-model:
+	@test -n '$(MODEL)' || { echo 'error: no model is named'; echo 'fix: make $(MAKECMDGOALS) MODEL=path/to/model.gguf'; exit 2; } >&2
 
 bump: source  ## try the queue on another release: REF=b11500
 	@$(V)/python tools/patchq.py bump '$(REF)'

@@ -2,6 +2,7 @@
 
     python -m llama_phase.bench MODEL [--suite cpu|gpu|restore|prefill|speculation|gpu2]
         [--runs N] [--rounds N] [--only NAME]... [--json FILE]
+    make bench-gpu MODEL=FILE      --suite gpu (SUITE=...), on the CUDA engine, into bench-gpu.json
 
 Each round starts the configurations one after the other (so that a drift of the machine hits all of them), and each
 asks for the same texts: short prompts with long answers (decode; first random tokens, then prose), and long prompts
@@ -236,6 +237,15 @@ def cpu_suite(threads: int) -> list[Configuration]:
     ]
 
 
+CAPTION = (
+    "hits: experts found in slots; prefill to GB/s: of long prompts; swap: in and out; overlap: 1 - exposed / copy "
+    "time. GB: streamed through the ring for one prompt, to all GPUs together; GB/s: that over the prompt's time "
+    "without the switches, waits for computing included, so what the links were used for and not what they can do; "
+    "what stock uploads is counted nowhere. then: the answers behind long prompts. same text: greedy answers equal to "
+    "those of the first row"
+)
+
+
 def _is_named(configuration: Configuration, name: str) -> bool:
     return configuration.name == name[1:] if name.startswith("=") else name in configuration.name
 
@@ -247,12 +257,11 @@ def median(values: Iterable[float | None]) -> float | None:
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> Table:
-    """Medians over all rounds, one row a configuration; `same text` compares greedy answers with the first one, `GB/s`
-    is what was streamed over the prompt's whole time, `then` the answers behind long prompts."""
-    shown = Table(title="medians")
+    """Medians over all rounds, one row a configuration; the caption says what they mean."""
+    shown = Table(title="medians", caption=CAPTION)
     shown.add_column("configuration")
     columns = ("decode tok/s", "hits %", "prose tok/s", "hits %", "prefill tok/s", "TTFT ms", "swap ms", "overlap %")
-    for column in (*columns, "GB/s", "then tok/s", "then hits %", "MiB", "same text"):
+    for column in (*columns, "GB", "GB/s", "then tok/s", "then hits %", "MiB", "same text"):
         shown.add_column(column, justify="right")
     reference = _texts(next(iter(results.values())))
     for name, rounds in results.items():
@@ -276,13 +285,20 @@ def table(results: dict[str, list[dict[str, Any]]]) -> Table:
             _number(median(s["prompt_ms"] for s in prefill), 0),
             _number(median(swaps), 0),
             _number(median(100 * (1 - s["exposed_ms"] / s["copy_ms"]) for s in prefill if s.get("copy_ms")), 0),
-            _number(median(s["streamed_bytes"] / s["prompt_ms"] / 1e6 for s in prefill if s["streamed_bytes"])),
+            _number(median(s["streamed_bytes"] / 1e9 for s in prefill if s["streamed_bytes"])),
+            _number(median(upload_gb_per_s(s) for s in prefill)),
             _number(median(s["predicted_per_second"] for s in prefill)),
             _number(median(100 * s["hit_rate"] for s in prefill if s["hit_rate"] is not None)),
             _number(median(one["memory_mib"] for one in rounds), 0),
             f"{same}/{len(texts)}",
         )
     return shown
+
+
+def upload_gb_per_s(sample: dict[str, Any]) -> float | None:
+    """Bytes that a prompt streamed to all GPUs over the time of its prefill phase; None when it streamed nothing."""
+    phase_ms = sample["prompt_ms"] - (sample["enter_ms"] or 0) - (sample["leave_ms"] or 0)
+    return sample["streamed_bytes"] / phase_ms / 1e6 if sample["streamed_bytes"] and phase_ms > 0 else None
 
 
 def _texts(rounds: Sequence[dict[str, Any]]) -> dict[tuple[str, int], list[int]]:

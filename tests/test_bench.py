@@ -1,0 +1,76 @@
+"""What the measuring program makes of its samples, and how it is started."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_server import ROOT
+from rich.console import Console
+
+from llama_phase.bench import gpu_suite, table, upload_gb_per_s
+from llama_phase.bench_prefill import gpu2_suite
+
+
+def sample(**changes: Any) -> dict[str, Any]:
+    """A long prompt that streamed 45 GB in 1000 ms, of which 100 went to the switches."""
+    prompt = {"kind": "prefill", "text": 1, "prompt_ms": 1000.0, "prompt_per_second": 8192.0}
+    switch = {"streamed_bytes": 45 * 10**9, "enter_ms": 60.0, "leave_ms": 40.0, "copy_ms": 800.0, "exposed_ms": 200.0}
+    return prompt | switch | {"predicted_per_second": 50.0, "hit_rate": 0.7, "tokens": [1, 2]} | changes
+
+
+def shown(results: dict[str, list[dict[str, Any]]]) -> tuple[list[dict[str, str]], str]:
+    """The rows of the table by column, and its text."""
+    made = table(results)
+    names = [str(column.header) for column in made.columns]
+    cells = [list(column.cells) for column in made.columns]
+    rows = [dict(zip(names, map(str, row), strict=True)) for row in zip(*cells, strict=True)]
+    out = io.StringIO()
+    Console(file=out, width=250).print(made)
+    return rows, " ".join(out.getvalue().split())
+
+
+def test_bytes_over_the_link_and_their_rate_are_of_one_prompt_without_the_switches() -> None:
+    stock = sample(streamed_bytes=0, enter_ms=None, leave_ms=None, copy_ms=0.0, exposed_ms=0.0)
+    both = sample(streamed_bytes=90 * 10**9)
+    given = {"stock": stock, "one": sample(), "two": both}
+    rows, text = shown({name: [{"samples": [one], "memory_mib": None}] for name, one in given.items()})
+    assert [(row["GB"], row["GB/s"]) for row in rows] == [("", ""), ("45.0", "50.0"), ("90.0", "100.0")]
+    assert rows[1]["overlap %"] == "75" and rows[1]["swap ms"] == "100"
+    for part in ("GB: streamed through the ring", "without the switches", "counted nowhere"):
+        assert part in text, text
+    assert upload_gb_per_s(sample(prompt_ms=90.0)) is None
+
+
+def test_one_gpu_and_two_are_compared_where_copies_bound_the_prompt() -> None:
+    suite = {one.name: one for one in gpu2_suite(8)}
+    one, two = (suite[f"{name}: phase, prefill 1024"] for name in ("1 GPU", "2 GPUs"))
+    assert one.settings == two.settings and one.settings["prefill_ubatch"] == 1024
+    assert set(two.upstream) - set(one.upstream) == {"-ts", "1,1"}
+    assert set(one.upstream) - set(two.upstream) == {"--device", "CUDA0"}
+
+
+def test_the_static_rival_is_in_the_gpu_suite() -> None:
+    """A large micro-batch for everything pays with slots: no switch, as many as 64 beside 128 and 256 of ours."""
+    (rival,) = [one for one in gpu_suite(8) if one.name.startswith("static")]
+    assert rival.settings["prefill_mode"] == "off" and rival.settings["ubatch"] == 2048
+    assert rival.settings["expert_slots"] < 128 and "--cpu-moe" in rival.upstream
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_bench_gpu_is_a_verb() -> None:
+    def make(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    done = make("-n", "bench-gpu", "MODEL=a b.gguf", "SUITE=gpu2", "BENCH_ARGS=--runs 2")
+    (line,) = [line for line in done.stdout.splitlines() if "llama_phase.bench " in line]
+    assert line.endswith("llama_phase.bench 'a b.gguf' --suite gpu2 --json 'bench-gpu2.json' --runs 2")
+    assert "llama_phase.build --backend cuda" in done.stdout
+    done = make("bench-gpu")
+    assert done.returncode == 2 and not done.stdout, "nothing is built first"
+    assert "error: no model is named" in done.stderr and "make bench-gpu MODEL=" in done.stderr
+    assert not list(Path(ROOT).glob("bench-*.json"))
