@@ -179,11 +179,15 @@ def test_figures_add_up(alone, prompt) -> None:
         "expert_evictions_total": figures["slots"]["evicted"],
         "expert_copied_bytes_total": figures["slots"]["copied_bytes"],
         "streamed_bytes_total": figures["ring"]["copied_bytes"],
-        "slots": 7,
+        "slots": 7 * N_LAYER,
         "slot_bytes": figures["slot_bytes"],
         "pinned_bytes": figures["pinned_bytes"],
     }.items():
         assert float(samples[f"llama_phase_{sample}"]) == pytest.approx(value, rel=1e-9), sample
+    for layer in figures["layers"]:
+        label = f'{{context="0",layer="{layer["layer"]}"}}'
+        assert float(samples[f"llama_phase_layer_expert_lookups_total{label}"]) == layer["looked_up"]
+        assert float(samples[f"llama_phase_layer_expert_misses_total{label}"]) == layer["missed"]
 
 
 def test_a_draft_does_not_touch_the_slots_of_its_target(alone, prompt) -> None:
