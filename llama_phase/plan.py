@@ -43,7 +43,8 @@ class DevicePlan:
     free_bytes: int
     layers: int
     moe_layers: int
-    experts_bytes: int  # of its layers, in host memory: what one pass streams over its link
+    experts_bytes: int  # of its layers, in host memory
+    streamed_bytes: int  # of those, what one pass of a prompt moves over its link
     expert_bytes: int  # one expert of each of its layers: what a slot more takes
     context_bytes: int
     dense_bytes: int
@@ -281,6 +282,7 @@ def _bare_device(
         layers=len(layers),
         moe_layers=sum(1 for layer in layers if layer.expert_tensor_bytes),
         experts_bytes=sum(layer.experts_bytes for layer in layers),
+        streamed_bytes=sum(layer.experts_bytes for layer in _ringed(layers)),
         expert_bytes=sum(layer.expert_bytes for layer in layers),
         context_bytes=CONTEXT_BYTES,
         dense_bytes=dense_bytes,

@@ -50,7 +50,7 @@ class Report:
         choices = self.plan.choices
         switched = choices.switches and tokens >= choices.min_tokens
         ubatch = max(choices.prefill_ubatch, choices.ubatch) if switched else choices.ubatch
-        return self._seconds([d.experts_bytes for d in self.plan.devices], STREAM_SHARE, passes(tokens, ubatch))
+        return self._seconds([d.streamed_bytes for d in self.plan.devices], STREAM_SHARE, passes(tokens, ubatch))
 
     def missed_bytes_per_token(self, rate: float) -> float:
         return (1 - rate) * self.facts.n_used * sum(device.expert_bytes for device in self.plan.devices)
