@@ -11,7 +11,6 @@ computed; ``ESTIMATES`` names the rest.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -21,6 +20,7 @@ from llama_phase.gguf_facts import LayerFacts, ModelFacts
 from llama_phase.hardware import Machine
 from llama_phase.plan_choices import KV_TYPES, RING_LEAST, Choices
 from llama_phase.plan_draft import draft_host_bytes, draft_layers
+from llama_phase.plan_ring import ring_bytes, ring_depth, ringed
 from llama_phase.plan_ubatch import QUANTIZED_BYTES, Candidate, Need, candidate_ubatches, largest_that_fits
 
 _MIB = 1 << 20
@@ -140,20 +140,20 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
     devices = []
     for i, (device, layers) in enumerate(zip(bare, split, strict=True)):
         slots_bytes = sum(layer.expert_bytes * min(wanted, layer.n_expert) for layer in layers)
-        ring_bytes = _ring_bytes(layers, regions)
+        ring = ring_bytes(layers, regions)
         prefill = device.prefill_compute_bytes
         if choices.switches and not regions:
-            prefill += _uploaded_bytes(_ringed(layers))
+            prefill += _uploaded_bytes(ringed(layers))
         short = slots_bytes - rooms[i] if slots_bytes or rooms[i] < 0 else 0
-        over = device.fixed_bytes + prefill + ring_bytes - device.free_bytes if choices.switches else 0
-        over = max(over, prefill + ring_bytes - choices.budget(i)) if choices.switches else 0
+        over = device.fixed_bytes + prefill + ring - device.free_bytes if choices.switches else 0
+        over = max(over, prefill + ring - choices.budget(i)) if choices.switches else 0
         devices.append(
             DevicePlan(
                 **vars(device)
                 | {
                     "late_bytes": _late_bytes(facts, choices, layers) if fit < most else 0,
                     "slots_bytes": slots_bytes,
-                    "ring_bytes": ring_bytes,
+                    "ring_bytes": ring,
                     "prefill_compute_bytes": prefill if choices.switches else 0,
                     "decode_short_bytes": max(0, int(short)),
                     "prefill_short_bytes": max(0, int(over)),
@@ -193,16 +193,16 @@ def _candidates(facts: ModelFacts, choices: Choices, free: list[int]) -> tuple[C
                 _bare_device(facts, those, f"GPU {i}", free[i], layers, has_output)
                 for those in (with_it, replace(with_it, chunk="auto"))
             )
-            ringed = regions >= 2 and choices.slots != 0
+            has_ring = regions >= 2 and choices.slots != 0
             routed = facts.n_embd * facts.n_used * ubatch if any(layer.expert_tensor_bytes for layer in layers) else 0
             needs.append(
                 Need(
-                    device.prefill_compute_bytes + (0 if ringed else _uploaded_bytes(_ringed(layers))),
-                    _ring_bytes(layers, regions) if ringed else 0,
+                    device.prefill_compute_bytes + (0 if has_ring else _uploaded_bytes(ringed(layers))),
+                    ring_bytes(layers, regions) if has_ring else 0,
                     int(routed * QUANTIZED_BYTES),
                     free[i] - device.fixed_bytes - RESERVE_BYTES,
                     choices.budget(i),
-                    chunked.prefill_compute_bytes + (0 if ringed else _uploaded_bytes(_ringed(layers))),
+                    chunked.prefill_compute_bytes + (0 if has_ring else _uploaded_bytes(ringed(layers))),
                 )
             )
         tried.append(Candidate(ubatch, tuple(needs)))
@@ -282,7 +282,7 @@ def _bare_device(
         layers=len(layers),
         moe_layers=sum(1 for layer in layers if layer.expert_tensor_bytes),
         experts_bytes=sum(layer.experts_bytes for layer in layers),
-        streamed_bytes=sum(layer.experts_bytes for layer in _ringed(layers)),
+        streamed_bytes=sum(layer.experts_bytes for layer in ringed(layers)),
         expert_bytes=sum(layer.expert_bytes for layer in layers),
         context_bytes=CONTEXT_BYTES,
         dense_bytes=dense_bytes,
@@ -321,33 +321,15 @@ def _ring_regions(choices: Choices, bare: list[DevicePlan], split: list[list[Lay
     """Regions of the prefill phase: as many as wanted, fewer, none, the same number on every device."""
     if not (choices.switches and slots):
         return 0
-    lengths = [len(_ringed(layers)) for layers in split]
+    lengths = [len(ringed(layers)) for layers in split]
     longest = max(lengths, default=0)
     wanted = choices.ring if choices.ring is not None else ring_depth(lengths)
     for regions in range(min(wanted, max(longest, 2)), 1, -1):
         kept = RESERVE_BYTES if choices.ring is None and regions > RING_LEAST else 0
         for i, (device, layers) in enumerate(zip(bare, split, strict=True)):
-            taken = device.prefill_compute_bytes + _ring_bytes(layers, regions)
+            taken = device.prefill_compute_bytes + ring_bytes(layers, regions)
             if taken > min(device.free_bytes - device.fixed_bytes - kept, choices.budget(i)):
                 break
         else:
             return regions
     return 0
-
-
-def ring_depth(layers: Sequence[int]) -> int:
-    """As engine/ring-depth.h: `layers` of each device with experts on the host."""
-    devices = sum(1 for n in layers if n)
-    longest = max(layers, default=0)
-    return max(RING_LEAST, longest - longest // devices + 1 if devices > 1 else 0)
-
-
-def _ringed(layers: list[LayerFacts]) -> list[LayerFacts]:
-    """Those that stream their experts: what an MTP draft writes of a prompt, no expert matters to."""
-    return [layer for layer in layers if layer.expert_tensor_bytes and not (layer.draft and layer.mtp)]
-
-
-def _ring_bytes(layers: list[LayerFacts], regions: int) -> int:
-    ringed = _ringed(layers)
-    region = max((sum(-(-size // 256) * 256 for size in layer.expert_tensor_bytes) for layer in ringed), default=0)
-    return min(regions, len(ringed)) * region
