@@ -73,8 +73,9 @@ LLAMA_API int32_t llama_phase_prompt_abort(struct llama_context * ctx, llama_seq
 // Returns false when one of them has no phases.
 LLAMA_API bool llama_phase_join(struct llama_context * ctx, struct llama_context * member);
 
-// Whether the context has anything of ours; false: it is upstream's.
-LLAMA_API bool llama_phase_present(const struct llama_context * ctx);
+// The scores of output i, [n_vocab], of a context with phases whose tokens are sampled on the host only; null for others, for which upstream's
+// functions say what was sampled where. Does not wait for the computation, as those do, each of them: llama_synchronize() comes first.
+LLAMA_API float * llama_phase_host_scores(struct llama_context * ctx, int32_t i);
 
 // Draft lengths chosen by measurement (LLAMA_PHASE_DRAFT=auto); without it `choose` returns n_limit and the others do nothing. Each
 // round of generation: choose for every sequence that generates, done once when the drafts are made, verified for each draft.

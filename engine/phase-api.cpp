@@ -35,8 +35,8 @@ bool llama_phase_join(llama_context * ctx, llama_context * member) {
     return group && other && group->join(*other);
 }
 
-bool llama_phase_present(const llama_context * ctx) {
-    return ctx->phase != nullptr;
+float * llama_phase_host_scores(llama_context * ctx, int32_t i) {
+    return ctx->phase ? ctx->phase->host_scores(i) : nullptr;
 }
 
 bool llama_phase_draft_adaptive(const llama_context * ctx) {

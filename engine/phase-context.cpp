@@ -150,6 +150,10 @@ bool phase_context::before_decode(uint32_t n_tokens) {
     return group->before_decode(*this, n_tokens);
 }
 
+float * phase_context::host_scores(int32_t i) const {
+    return ctx.sampling.samplers.empty() ? ctx.get_logits_ith(i) : nullptr;
+}
+
 // Samplers or adapters changed: what is kept was planned without them.
 void phase_context::before_reserve() {
     small_graphs.drop();

@@ -44,6 +44,9 @@ struct phase_context {
     // Throws std::runtime_error when they do not fit.
     void create_slots();
 
+    // The scores of an output whose computation has been waited for; null when a sampler runs on a device.
+    float * host_scores(int32_t i) const;
+
     // Called at the start of each decode, before anything of the batch is allocated. False: the context is unusable.
     bool before_decode(uint32_t n_tokens);
 

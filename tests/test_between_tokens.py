@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_server import DECODE_UBATCH, EngineServer, Fleet, both, wait_until
+from engine_server import DECODE_UBATCH, EngineServer, Fleet, both, phase_environment, server_args, wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -41,6 +42,45 @@ def test_a_bias_decides(fleet: Fleet, prompt) -> None:
     plain = server.complete(prompt(MODEL, 40), top_k=10)
     without = server.complete(prompt(MODEL, 40), top_k=10, logit_bias=[[plain.tokens[0], False]])
     assert without.tokens[0] == plain.logprobs[0][1][0]
+
+
+COUNTING = """
+#include <dlfcn.h>
+#include <cstdio>
+#include <cstdlib>
+static long calls;
+extern "C" float * llama_get_sampled_probs_ith(void * ctx, int i) {
+    ++calls;
+    return ((float * (*)(void *, int)) dlsym(RTLD_NEXT, "llama_get_sampled_probs_ith"))(ctx, i);
+}
+__attribute__((destructor)) static void last() {
+    if (FILE * f = fopen(getenv("CALLS_FILE"), "w")) {
+        fprintf(f, "%ld", calls);
+        fclose(f);
+    }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("sampling", "long_way"),
+    [({}, 0), ({"ignore_eos": False}, 0), ({"logit_bias": FORBIDDEN}, 0), ({"repeat_penalty": 1.3}, 8)],
+    ids=["ignore_eos", "plain", "bias", "penalty"],
+)
+def test_which_way_a_token_is_chosen(
+    fleet: Fleet, prompt, tmp_path: Path, sampling: dict[str, Any], long_way: int
+) -> None:
+    """The long way, with the table of the vocabulary, begins by asking for what a device sampled."""
+    library, calls = tmp_path / "count.so", tmp_path / "calls"
+    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library), "-ldl"]
+    subprocess.run(command, input=COUNTING, text=True, check=True)
+    env = phase_environment() | {"LD_PRELOAD": str(library), "CALLS_FILE": str(calls)}
+    server = fleet.fresh(MODEL, *server_args(DECODE_UBATCH), env=env)
+    try:
+        server.complete(prompt(MODEL, 20), n=8, n_probs=0, **sampling)
+    finally:
+        server.stop()
+    assert int(calls.read_text()) == long_way
 
 
 def switches(server: EngineServer) -> dict[int, int]:
