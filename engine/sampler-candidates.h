@@ -10,8 +10,8 @@
 #include <cstdint>
 #include <vector>
 
-// Puts the candidates of output i of `ctx`, whose computation has been waited for, into `cur`. `biases` are those of the request, which the chain's
-// logit-bias adds, beside those of the model.
+// Puts the candidates of output i of `ctx`, whose computation has been waited for, into `cur`. `biases` are those of the request, which the
+// chain's logit-bias adds, beside those of the model.
 // False, with `cur` as it was: something else than logit-bias and top-k looks at them first, or the context has no phases.
 inline bool phase_top_candidates(llama_context * ctx, int32_t i, llama_sampler * chain, int32_t top_k, const std::vector<llama_logit_bias> & biases,
         std::vector<llama_token_data> & cur) {
