@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace {
 
-constexpr size_t   COST_ROUNDS    = 12;   // of a size that are kept
+constexpr size_t   COST_ROUNDS    = 24;   // of a size that are kept
+constexpr size_t   COST_DROPPED   = 6;    // one of so many, the longest, is left out
 constexpr uint64_t COST_AGE       = 128;  // rounds, after which they end when newer ones come
 constexpr size_t   COST_ENOUGH    = 3;    // rounds of a size that is measured
 constexpr double   LINE_ROUNDS    = 1;    // that the line through all sizes is worth
@@ -46,9 +48,10 @@ void draft_cost::add(int32_t size, double ms, uint64_t round) {
         sorted.push_back(one);
     }
     std::sort(sorted.begin(), sorted.end());
-    e.quartile = sorted[(e.n - 1)/4];
+    const size_t n = e.n - (e.n + COST_DROPPED - 1)/COST_DROPPED;
+    e.mean = n ? std::accumulate(sorted.begin(), sorted.begin() + n, 0.0)/n : sorted[0];
     if (e.first == 0.0 && e.n >= COST_ENOUGH) {
-        e.first = e.quartile;
+        e.first = e.mean;
     }
     fit();
 }
@@ -59,32 +62,32 @@ void draft_cost::fit() {
     for (const auto & [size, e] : sizes) {
         n += e.n;
         x += e.n*(double) size;
-        y += e.n*e.quartile;
+        y += e.n*e.mean;
     }
     origin    = proportional ? 0.0 : x/n;
     origin_ms = proportional ? 0.0 : y/n;
     for (const auto & [size, e] : sizes) {
         xx += e.n*(size - origin)*(size - origin);
-        xy += e.n*(size - origin)*(e.quartile - origin_ms);
+        xy += e.n*(size - origin)*(e.mean - origin_ms);
     }
     slope_ms = xx > 0.0 ? std::max(xy/xx, 0.0) : 0.0;
 
     double least = INFINITY;
     for (auto it = sizes.rbegin(); it != sizes.rend(); ++it) {
         auto & e = it->second;
-        least = e.ms = std::min(least, (e.n*e.quartile + LINE_ROUNDS*line(it->first))/(e.n + LINE_ROUNDS));
+        least = e.ms = std::min(least, (e.n*e.mean + LINE_ROUNDS*line(it->first))/(e.n + LINE_ROUNDS));
     }
 }
 
 bool draft_cost::moved(int32_t size) const {
     const auto & e = sizes.at(size);
-    return e.first > 0.0 && std::abs(e.quartile - e.first) > COST_MOVED*e.first;
+    return e.first > 0.0 && std::abs(e.mean - e.first) > COST_MOVED*e.first;
 }
 
 void draft_cost::forget_all_but(int32_t size) {
     const entry kept = sizes[size];
     sizes = { { size, kept } };
-    sizes[size].first = kept.quartile;
+    sizes[size].first = kept.mean;
     fit();
 }
 

@@ -89,6 +89,7 @@ struct disturbed_engine {
     static constexpr int MAX_DEPTH = 7;
 
     double       rate = 0.0; // acceptance
+    double       miss_ms = 0.0; // per token behind the first, in two of five rounds: experts that neither slots nor prefetch have
     std::mt19937 random;
     double       clock_ms = 0.0;
     int          n_rounds = 0;
@@ -122,8 +123,9 @@ struct disturbed_engine {
             if (policy) {
                 policy->drafted(clock_ms);
             }
-            clock_ms += verify_ms[depth]*slow*uniform(0.97, 1.03) + (in_draft ? 0.0 : late_ms) + (capture ? uniform(5.0, 25.0) : 0.0);
-            ms += (0.95*depth + verify_ms[depth])*slow + 1.0 + (capture ? 15.0 : 0.0);
+            const double missed_ms = miss_ms > 0.0 && uniform(0.0, 1.0) < 0.4 ? miss_ms*depth : 0.0;
+            clock_ms += verify_ms[depth]*slow*uniform(0.97, 1.03) + missed_ms + (in_draft ? 0.0 : late_ms) + (capture ? uniform(5.0, 25.0) : 0.0);
+            ms += (0.95*depth + verify_ms[depth])*slow + 0.4*miss_ms*depth + 1.0 + (capture ? 15.0 : 0.0);
 
             int hits = 0;
             while (hits < depth && uniform(0.0, 1.0) < rate) {
@@ -245,6 +247,30 @@ TEST(disturbed_rounds_do_not_decide) {
                 if (!CHECK(all >= 0.97*off) || !CHECK(n_tokens < 2000 || later >= 0.95*best)) {
                     std::printf("  acceptance %.1f, answers of %d, run %d: %.3f of off, %.3f of the best\n", rate, n_tokens, seed, all/off, later/best);
                 }
+            }
+        }
+    }
+}
+
+// Rounds take longer where more is missed. The time of most rounds is not what a depth costs then.
+TEST(what_a_depth_costs_is_a_mean) {
+    for (const double rate : { 0.3, 0.5, 0.7, 0.9 }) {
+        const auto run = [&](draft_depth * policy, int fixed, int seed) {
+            disturbed_engine simulated;
+            simulated.rate    = rate;
+            simulated.miss_ms = 6.0;
+            simulated.random.seed(seed);
+            return simulated.answers(policy, fixed, 2000);
+        };
+        double best = 0.0;
+        for (int fixed = 0; fixed <= disturbed_engine::MAX_DEPTH; ++fixed) {
+            best = std::max(best, run(nullptr, fixed, 0).second);
+        }
+        for (int seed = 1; seed <= 20; ++seed) {
+            draft_depth policy(8);
+            const double later = run(&policy, -1, seed).second;
+            if (!CHECK(later >= 0.92*best)) { // by lower quartiles 0.88
+                std::printf("  acceptance %.1f, run %d: %.3f of the best\n", rate, seed, later/best);
             }
         }
     }
@@ -432,16 +458,16 @@ TEST(costs_between_and_beyond) {
 TEST(disturbed_rounds_do_not_count) {
     draft_cost cost;
     uint64_t round = 0;
-    for (int i = 0; i < 12; ++i) {
-        cost.add(2, i % 2 ? 10.0 : 30.0, ++round);
+    for (int i = 0; i < 24; ++i) {
+        cost.add(2, i % 8 ? 10.0 : 30.0, ++round);
     }
     CHECK(std::fabs(cost.at(2) - 10.0) < 0.01);
     cost.add(1, 25.0, ++round); // fewer tokens never cost more
     CHECK(cost.at(1) <= cost.at(2));
     for (int i = 0; i < 3; ++i) {
-        cost.add(2, 7.0, ++round); // a probe's rounds win over old ones at once
+        cost.add(2, 7.0, round + 129); // a probe's rounds win over old ones at once
     }
-    CHECK(cost.at(2) < 8.0);
+    CHECK(cost.at(2) < 9.0);
     for (int i = 0; i < 3; ++i) {
         cost.add(2, 20.0, round + 1000); // and over lower ones that are old
     }
@@ -477,7 +503,7 @@ TEST(a_size_that_moved_takes_the_others_away) {
         cost.add(4, 14.0, ++round);
     }
     CHECK(!cost.moved(1));
-    for (int i = 0; i < 12; ++i) {
+    for (int i = 0; i < 24; ++i) {
         cost.add(1, 5.0, ++round);
     }
     CHECK(cost.moved(1));
