@@ -50,6 +50,9 @@ void expert_cache::admit_layers(int il_begin, int il_end) {
                     host.il, reason.c_str());
             staged.emplace_back(host.il, reason);
         }
+        if (!host.copied.empty()) {
+            copied.emplace_back(host.il, host.copied);
+        }
         layers.emplace_back();
         layers.back().host = &host;
     }

@@ -438,6 +438,7 @@ expert_stats expert_cache::stats() const {
     out.n_regions    = n_regions;
     out.unusable     = unusable;
     out.staged       = staged;
+    out.copied       = copied;
     out.note         = note.empty() || ring_note.empty() ? note + ring_note : note + "; " + ring_note;
     for (const auto & layer : layers) {
         out.layers.push_back({ layer.host->il, ggml_backend_dev_name(layer.host->dev), n_slots ? layer.fetch.n_slots : 0,

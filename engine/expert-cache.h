@@ -138,6 +138,7 @@ struct expert_cache {
 
     std::vector<std::pair<int, std::string>> unusable; // of this context's layers
     std::vector<std::pair<int, std::string>> staged;   // not pinned: streamed through the staging ring, stock path in the decode phase
+    std::vector<std::pair<int, std::string>> copied;   // in a pinned copy, and why not where they were
 
     void admit_layers(int il_begin, int il_end);
 

@@ -4,15 +4,11 @@
 
 #include <cstdio>
 
-#ifndef _WIN32
-#include <sys/resource.h>
-#endif
-
 static thread_local char failure[512];
 
-static const char * fail(const char * format, cudaError_t error, double figure = 0) {
+static const char * fail(const char * format, cudaError_t error) {
     (void) cudaGetLastError(); // it would be reported by the next unrelated call
-    std::snprintf(failure, sizeof(failure), format, cudaGetErrorString(error), figure);
+    std::snprintf(failure, sizeof(failure), format, cudaGetErrorString(error));
     return failure;
 }
 
@@ -40,15 +36,6 @@ static const char * check_devices(bool & read_only) {
     return nullptr;
 }
 
-#ifndef _WIN32
-static double memlock_limit_mib() { // negative: none
-    rlimit limit = {};
-    return getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY ? limit.rlim_cur/1048576.0 : -1;
-}
-#else
-static double memlock_limit_mib() { return -1; }
-#endif
-
 const char * phase_cuda_pin(void * ptr, size_t size) {
     bool read_only = false;
     if (const char * reason = check_devices(read_only)) {
@@ -62,16 +49,12 @@ const char * phase_cuda_pin(void * ptr, size_t size) {
         error = cudaHostRegister(ptr, size, flags); // memory that may be written
     }
 
-    const double limit_mib = memlock_limit_mib();
     switch (error) {
         case cudaSuccess:
             return nullptr;
         case cudaErrorHostMemoryAlreadyRegistered:
             return fail("part of it is registered already (%s)", error);
         case cudaErrorMemoryAllocation:
-            if (limit_mib >= 0 && size/1048576.0 > limit_mib) {
-                return fail("%s: the limit on locked memory is %.0f MiB, raise it (ulimit -l unlimited)", error, limit_mib);
-            }
             return fail("%s: not enough memory that may be locked", error);
         default:
             return fail(read_only ? "%s: the file system or the kernel does not let the driver lock mapped pages"

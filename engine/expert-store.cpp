@@ -1,6 +1,7 @@
 #include "expert-store.h"
 
 #include "phase-steps.h"
+#include "pin-advice.h"
 #include "transaction.h"
 
 #include "llama-impl.h"
@@ -8,13 +9,20 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <fstream>
 #include <map>
 #include <mutex>
 #include <numeric>
 
 #ifndef _WIN32
+#include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 #endif
+
+// memory of the host that copies of experts leave to everything else
+static constexpr uint64_t RESERVE_BYTES = uint64_t(2) << 30;
 
 size_t expert_layer::stride(size_t i) const {
     return weights[i]->nb[2];
@@ -41,6 +49,49 @@ const phase_backend_api * phase_backend_api_of(ggml_backend_dev_t dev) {
 
 static bool is_cpu(ggml_backend_dev_t dev) {
     return ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU;
+}
+
+static uintptr_t page_bytes() {
+#ifndef _WIN32
+    return (uintptr_t) sysconf(_SC_PAGESIZE);
+#else
+    return 4096;
+#endif
+}
+
+static uint64_t memlock_limit_bytes() {
+#ifndef _WIN32
+    rlimit limit = {};
+    if (getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
+        return limit.rlim_cur;
+    }
+#endif
+    return PHASE_NO_LIMIT;
+}
+
+static uint64_t available_bytes() { // 0: unknown
+    std::ifstream file("/proc/meminfo");
+    for (std::string line; std::getline(file, line); ) {
+        if (line.rfind("MemAvailable:", 0) == 0) {
+            return std::strtoull(line.c_str() + std::strlen("MemAvailable:"), nullptr, 10) << 10;
+        }
+    }
+    return 0;
+}
+
+// Pages of a file whose content is elsewhere now. They come back when somebody reads them.
+static void page_out(void * data, size_t size) {
+#ifdef MADV_PAGEOUT
+    const uintptr_t page  = page_bytes();
+    const uintptr_t begin = ((uintptr_t) data + page - 1)/page*page;
+    const uintptr_t end   = ((uintptr_t) data + size)/page*page;
+    if (begin < end) {
+        (void) madvise((void *) begin, end - begin, MADV_PAGEOUT);
+    }
+#else
+    (void) data;
+    (void) size;
+#endif
 }
 
 // the device's own host buffer: pinned when it was allocated
@@ -114,11 +165,7 @@ void expert_store::find_layers(const llama_model & model) {
 // A page may be registered once, so pieces end where the next begins: the tensors in address order, one piece per run of tensors of
 // the same layer.
 void expert_store::pin_layers(const phase_config & config) {
-#ifndef _WIN32
-    const uintptr_t page = (uintptr_t) sysconf(_SC_PAGESIZE);
-#else
-    const uintptr_t page = 4096;
-#endif
+    const uintptr_t page = page_bytes();
     struct span { uintptr_t begin, end; size_t layer; };
     std::vector<span> spans;
     for (size_t i = 0; i < layers.size(); ++i) {
@@ -147,8 +194,11 @@ void expert_store::pin_layers(const phase_config & config) {
     size_t said = 0;
     phase_faults faults(config.faults);
     for (auto & p : pieces) {
-        const char * failure = faults.fires(PHASE_STEP_PIN_REGISTER) ? "injected fault" : p.api->pin(p.begin, p.end - p.begin);
-        p.failure = failure ? failure : "";
+        if (faults.fires(PHASE_STEP_PIN_REGISTER)) {
+            p.failure = "injected fault";
+        } else if (const char * failure = p.api->pin(p.begin, p.end - p.begin)) {
+            p.failure = failure + phase_memlock_advice(memlock_limit_bytes(), total);
+        }
         done += p.end - p.begin;
         if (done - said >= (size_t(8) << 30)) {
             LLAMA_LOG_INFO("llama-phase: pinning experts: %zu of %zu MiB\n", done >> 20, total >> 20);
@@ -169,12 +219,70 @@ void expert_store::pin_layers(const phase_config & config) {
         if (is_cpu(layer.dev) && faults.fires(PHASE_STEP_PIN_REGISTER)) {
             layer.pin_failure = "injected fault";
         }
+    }
+    move_unpinned(faults);
+    for (const auto & layer : layers) {
         pinned_bytes -= layer.pinned() ? 0 : layer.layer_bytes();
     }
     pieces.erase(std::remove_if(pieces.begin(), pieces.end(), [](const piece & p) { return !p.failure.empty(); }), pieces.end());
 }
 
+void expert_store::move_unpinned(phase_faults & faults) {
+    size_t      bytes = 0;
+    std::string reason; // of the last one
+    for (auto & layer : layers) {
+        if (layer.pinned()) {
+            continue;
+        }
+        const auto failure = faults.fires(PHASE_STEP_PIN_COPY) ? "injected fault" : move(layer);
+        if (failure.empty()) {
+            bytes += layer.layer_bytes();
+            layer.copied = std::exchange(layer.pin_failure, "");
+            reason = layer.copied;
+        } else {
+            layer.pin_failure += format("; nor is there a pinned copy of %.0f MiB: ", layer.layer_bytes()/1048576.0) + failure;
+        }
+    }
+    if (bytes > 0) {
+        LLAMA_LOG_WARN("llama-phase: the experts of %zu layers, %.0f MiB, are copied to pinned memory, since they cannot be pinned where the file is mapped: %s\n",
+                copies.size(), bytes/1048576.0, reason.c_str());
+    }
+}
+
+// The model's tensors point to the copy, so that batches on the stock path do not read the file again.
+std::string expert_store::move(expert_layer & layer) {
+    const auto aligned = [](size_t size) { return (size + 255)/256*256; };
+    size_t size = 0;
+    for (const auto * weight : layer.weights) {
+        size += aligned(ggml_nbytes(weight));
+    }
+    if (const auto refusal = phase_pin_refusal(size, available_bytes(), RESERVE_BYTES); !refusal.empty()) {
+        return refusal;
+    }
+    auto * buft = is_cpu(layer.dev) ? ggml_backend_cpu_buffer_type() : ggml_backend_dev_host_buffer_type(layer.dev);
+    ggml_backend_buffer_ptr buffer(buft ? ggml_backend_buft_alloc_buffer(buft, size) : nullptr);
+    if (!buffer || ggml_backend_buffer_get_type(buffer.get()) != buft) { // a backend falls back to memory that is not pinned
+        return std::string(ggml_backend_dev_name(layer.dev)) + " has no pinned memory for it";
+    }
+    ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    auto * base = (char *) ggml_backend_buffer_get_base(buffer.get());
+    for (auto * weight : layer.weights) {
+        std::memcpy(base, weight->data, ggml_nbytes(weight));
+        moved.push_back({ weight, weight->data, weight->buffer });
+        weight->data   = base;
+        weight->buffer = buffer.get();
+        base += aligned(ggml_nbytes(weight));
+        page_out(moved.back().data, ggml_nbytes(weight));
+    }
+    copies.push_back(std::move(buffer));
+    return "";
+}
+
 expert_store::~expert_store() {
+    for (const auto & m : moved) {
+        m.tensor->data   = m.data;
+        m.tensor->buffer = m.buffer;
+    }
     for (const auto & p : pieces) {
         p.api->unpin(p.begin);
     }

@@ -7,6 +7,7 @@
 #include "expert-op.h"
 
 #include "ggml-backend.h"
+#include "ggml-cpp.h"
 
 #include <memory>
 #include <string>
@@ -16,6 +17,7 @@
 struct llama_model;
 struct ggml_tensor;
 struct phase_config;
+class phase_faults;
 
 struct expert_layer {
     int                        il;
@@ -23,7 +25,8 @@ struct expert_layer {
     std::vector<ggml_tensor *> weights;  // gate, up, down, or gate_up, down; down is always the last
     int32_t                    n_expert; // experts in the tensors
     int32_t                    n_used;   // experts a token uses
-    std::string                pin_failure; // why the device cannot read them in place, or empty
+    std::string                pin_failure; // why the device cannot read them, or empty
+    std::string                copied;      // why they are in pinned memory of ours and not where the file is mapped, or empty
 
     bool pinned() const { return pin_failure.empty(); }
 
@@ -38,8 +41,9 @@ struct expert_store {
 
     size_t pinned_bytes = 0; // registered by us, or in the device's host buffer
 
-    // The store of the model, made at the first call: finds the layers, then pins them piece by piece. A piece that cannot be pinned costs
-    // the layers that touch it, no others. `config`: of the first caller, for its faults.
+    // The store of the model, made at the first call: finds the layers, then pins them piece by piece. Layers that touch a piece that cannot
+    // be pinned move to pinned memory, and to the store's end the model's tensors point there; with no memory for that they stay, not
+    // pinned. `config`: of the first caller, for its faults.
     static std::shared_ptr<expert_store> of(const llama_model & model, const phase_config & config);
 
     ~expert_store();
@@ -53,10 +57,21 @@ struct expert_store {
         std::string               failure;
     };
 
+    struct moved_tensor {
+        ggml_tensor         * tensor;
+        void                * data; // where it was
+        ggml_backend_buffer * buffer;
+    };
+
     std::vector<piece> pieces; // registered with the driver
 
-    void find_layers(const llama_model & model);
-    void pin_layers(const phase_config & config);
+    std::vector<ggml_backend_buffer_ptr> copies; // one for each layer that moved
+    std::vector<moved_tensor>            moved;
+
+    void        find_layers(const llama_model & model);
+    void        pin_layers(const phase_config & config);
+    void        move_unpinned(phase_faults & faults);
+    std::string move(expert_layer & layer); // why not, or empty
 };
 
 // the operators of a device's backend; null when it is the CPU or has none

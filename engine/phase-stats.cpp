@@ -115,6 +115,7 @@ static json experts_json(const expert_stats & experts) {
     };
     result["stock_layers"]  = reasons(experts.unusable);
     result["staged_layers"] = reasons(experts.staged);
+    result["copied_layers"] = reasons(experts.copied);
     if (!experts.note.empty()) {
         result["note"] = experts.note;
     }

@@ -62,6 +62,7 @@ struct expert_stats {
     std::vector<expert_layer_stats>          layers;
     std::vector<std::pair<int, std::string>> unusable; // layers that keep the stock path, and why
     std::vector<std::pair<int, std::string>> staged;   // layers streamed through the staging ring, and why; stock path in the decode phase
+    std::vector<std::pair<int, std::string>> copied;   // layers in a pinned copy, and why not where they were
     std::string                              note;     // why there are fewer slots or regions than asked for
 };
 

@@ -25,8 +25,10 @@
 #define PHASE_STEP_RING_ALLOCATE         "ring.allocate"
 #define PHASE_STEP_KV_ALLOCATE           "kv.allocate" // while a context is made, outside any transaction
 
-// at start, once for each piece of memory (on the CPU, which pins nothing, for each layer); and for the memory of a staging ring
+// at start, once for each piece of memory (on the CPU, which pins nothing, for each layer); for each layer that is copied instead; and for
+// the memory of a staging ring
 #define PHASE_STEP_PIN_REGISTER          "pin.register"
+#define PHASE_STEP_PIN_COPY              "pin.copy"
 #define PHASE_STEP_PIN_STAGING           "pin.staging"
 
 inline const char * const PHASE_STEPS[] = {
@@ -50,6 +52,7 @@ inline const char * const PHASE_STEPS[] = {
     PHASE_STEP_SLOTS_ALLOCATE,
     PHASE_STEP_RING_ALLOCATE,
     PHASE_STEP_PIN_REGISTER,
+    PHASE_STEP_PIN_COPY,
     PHASE_STEP_PIN_STAGING,
     PHASE_STEP_KV_ALLOCATE,
 };

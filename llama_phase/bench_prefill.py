@@ -20,7 +20,7 @@ def prefill_suite(threads: int) -> list[Configuration]:
         Configuration("phase, prefill 2048", _PHASE, flags),
         Configuration("phase, prefill auto", {**_PHASE, "prefill_ubatch": "auto"}, flags),
         Configuration("phase, ring 2", {**_PHASE, "ring": 2}, flags),
-        Configuration("phase, staged", {**_PHASE, "fault": "pin.register:*"}, flags),
+        Configuration("phase, staged", {**_PHASE, "fault": "pin.register:*,pin.copy:*"}, flags),
     ]
 
 

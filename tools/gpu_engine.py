@@ -90,6 +90,7 @@ def check_model(
     for refill in (0, 1):  # MiB in front of a token
         filled = {"expert_slots": n_expert, "restore": "prompt", "refill_mib": refill}
         variants.append((f"all slots, refill {refill}", {**PHASE, **filled}, 2))
+    variants.append(("least slots, pinned copies", {**PHASE, **least, "fault": "pin.register:*"}, 2))
     for prefetch in (0, 1, 8):
         variants.append((f"least slots, prefetch {prefetch}", {**PHASE, **least, "prefetch": prefetch}, 2))
     # the switch alone: all weights on the GPU, at the same batch split
@@ -125,7 +126,8 @@ def check_model(
 def check_staged(preset: str, model: Path, expected: list, least: dict, split: tuple[str, ...]) -> list[str]:
     """No expert memory is pinned, then some of it: the token behind each long prompt, which the ring computes."""
     failures = []
-    for ring, fault in ((2, "pin.register:*"), (3, "pin.register:*"), (2, "pin.register:2,pin.register:5")):
+    nothing, not_all = "pin.register:*,pin.copy:*", "pin.register:2,pin.register:5,pin.copy:*"
+    for ring, fault in ((2, nothing), (3, nothing), (2, not_all)):
         settings = {**PHASE, **least, "ring": ring, "fault": fault}
         got, phase = answers(model, settings, ("--cpu-moe", *split), 2)
         long = [i for i in range(len(got)) if PROMPTS[i % len(PROMPTS)] > 1]
@@ -225,7 +227,7 @@ def main() -> int:
         failures += check_chunks(preset, make_model(preset, options.models / f"{preset}.gguf"), 4)
     if not options.only_chunks:
         failures += check_cycles(options.models / "tiny-moe.gguf", options.cycles, split)
-        failures += check_cycles(options.models / "tiny-moe.gguf", options.cycles // 4, split, "pin.register:*")
+        failures += check_cycles(options.models / "tiny-moe.gguf", options.cycles // 4, split, "pin.register:*,pin.copy:*")
     for failure in failures:
         print(f"FAILED: {failure}")
     return 1 if failures else 0
