@@ -15,10 +15,12 @@ from expert_servers import (
     N_LAYER,
     N_USED,
     RAW,
+    TRANSACTION,
     VARIANTS,
     ExpertFleet,
     experts,
     missed,
+    stopped_at_the_end,
 )
 
 pytestmark = pytest.mark.engine
@@ -152,6 +154,25 @@ def test_a_thousand_steps(servers: ExpertFleet, prompt, model: str) -> None:
     server = servers.slots(model, N_USED + 2)
     assert server.complete(tokens, n=1100) == servers.stock_answer(model, tokens, 1100)
     assert experts(server)["slots"]["evicted"] > 1000
+
+
+@pytest.mark.parametrize("model", ["qwen3moe", "qwen4exp"])
+def test_a_thousand_steps_behind_a_prompt(servers: ExpertFleet, prompt, model: str) -> None:
+    """What the switch back has planned is enough for the rest of the answer: no buffer grows, no graph is kept anew."""
+    with stopped_at_the_end(servers) as start:
+        server = start(model, N_USED + 2, **TRANSACTION)
+
+        def held() -> tuple:
+            state = server.phase()
+            return state["memory"]["decode"], [member["made"] for member in state["graphs"]], state["counters"]["left"]
+
+        with server.stream(prompt(model, 1100), n=1000) as pieces:
+            at_first = [held() for _, piece in zip(range(10), pieces, strict=False)][-1]
+            n_last = sum(len(piece["tokens"]) for piece in pieces)
+        assert n_last > 900 and held() == at_first and at_first[-1] == 1
+        assert experts(server)["slots"]["runs"] >= 999 * N_LAYER
+        server.stop()
+        assert "does not match expectation" not in server.log_text()
 
 
 @pytest.mark.parametrize("ring", [0, 2, 3, 64])

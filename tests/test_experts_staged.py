@@ -1,6 +1,6 @@
 """Expert memory that cannot be pinned (LLAMA_PHASE_FAULT=pin.*): such layers are copied to memory that is pinned; with
-none left they are streamed through a staging ring in prompts and take the stock path in generation. Answers are stock's,
-bit for bit, and log and figures say why."""
+none left they are streamed through a staging ring in prompts and take the stock path in generation. Answers are
+stock's, bit for bit, and log and figures say why."""
 
 from __future__ import annotations
 

@@ -255,6 +255,25 @@ def test_kept_rows_in_verify_batches(servers: KvFleet, prompt, rows: str) -> Non
     assert rows_found(host)[0] > 0
 
 
+@pytest.mark.parametrize("rows", ["300", "8192"])
+@pytest.mark.parametrize("n_draft", [0, 3])
+def test_beside_expert_slots(servers: KvFleet, prompt, n_draft: int, rows: str) -> None:
+    """What the product is for: experts and K/V in host memory, slots, ring and kept rows on the device, phases."""
+    model = "qwen4exp"
+    slots = phase_environment(EXPERT_SLOTS="16", EXPERT_BATCH="4", RING="2")
+    args = ("--no-repack", *(("--spec-type", "draft-mtp", "--spec-draft-n-max", str(n_draft)) if n_draft else ()))
+    host = servers.host(model, *args, env=slots | {"LLAMA_PHASE_KV_ROWS": rows})
+    device = servers.device(model, *args, env=phase_environment())
+    for n in (5, 1300, 7, 3000):
+        of_host, of_device = both(host, device, prompt(model, n, seed=n), n=40)
+        assert of_host == of_device, n
+    state = host.phase()
+    assert [member["host_bytes"] > 0 for member in state["kv"]["contexts"]] == [True] * (1 + bool(n_draft))
+    assert all(member["slots"]["looked_up"] > member["slots"]["missed"] > 0 for member in state["experts"])
+    assert state["experts"][0]["ring"]["layers_streamed"] > 0 and rows_found(host)[0] > 0
+    assert (state["counters"]["entered"], state["counters"]["rolled_back"]) == (2, 0)
+
+
 @pytest.mark.parametrize("unified", ["-kvu", "-no-kvu"])
 def test_kept_rows_of_four_slots(servers: KvFleet, prompt, unified: str) -> None:
     """At once; then one after the other, over what the others left."""
@@ -270,13 +289,15 @@ def test_kept_rows_of_four_slots(servers: KvFleet, prompt, unified: str) -> None
     assert rows_found(host)[1] > 0
 
 
-@pytest.mark.parametrize("rows", ["300", "8192"])
-def test_kept_rows_of_a_state_that_is_replaced(servers: KvFleet, prompt, tmp_path, rows: str) -> None:
-    """Saved, another conversation in its place, restored: of neither is anything kept where the other's rows are."""
-    model = "qwen4exp"
+@pytest.mark.parametrize(("rows", "n_draft"), [("300", 0), ("8192", 0), ("300", 3), ("8192", 3)])
+def test_kept_rows_of_a_state_that_is_replaced(servers: KvFleet, prompt, tmp_path, rows: str, n_draft: int) -> None:
+    """Saved, another conversation in its place, restored: of neither is anything kept where the other's rows are. With
+    drafts, whose own K/V is not in the file, the text is the one of K/V on the device that was never saved."""
+    model = "qwen4exp-no-ple-exact" if n_draft else "qwen4exp"
     context = prompt(model, 900)
     question = [*context, *prompt(model, 30, seed=3)]
-    args = (*server_args(DECODE_UBATCH, ctx=4096), "--slot-save-path", str(tmp_path))
+    mtp = ("--spec-type", "draft-mtp", "--spec-draft-n-max", str(n_draft)) if n_draft else ()
+    args = (*server_args(DECODE_UBATCH, ctx=4096), *mtp, "--slot-save-path", str(tmp_path))
     server = servers.fresh(model, *args, env=HOST | {"LLAMA_PHASE_KV_ROWS": rows})
     try:
         server.complete(context, n=1)
@@ -285,7 +306,14 @@ def test_kept_rows_of_a_state_that_is_replaced(servers: KvFleet, prompt, tmp_pat
         server.complete(prompt(model, 1200, seed=2), n=40)
         assert server.http.post("/slots/0?action=restore", json={"filename": "context"}).status_code == 200
         restored = server.complete(question, n=40, cache=True)
+        forked = server.complete([*context[:700], *question[-20:]], n=40, cache=True)
     finally:
         server.stop()
     assert restored.n_cached == undisturbed.n_cached > 0
-    assert restored == undisturbed
+    if not n_draft:
+        assert restored == undisturbed
+        return
+    assert restored.timings["draft_n"] > 0
+    device = servers.device(model)
+    assert_same_but_for_ties(restored.tokens, device.complete(question, n=40))
+    assert_same_but_for_ties(forked.tokens, device.complete([*context[:700], *question[-20:]], n=40))

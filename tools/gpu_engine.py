@@ -53,6 +53,7 @@ CHUNK_PROMPTS = tuple(range(300, 2700, 100))  # tokens
 CHUNK_FACTOR = 3
 CHUNK_FLOOR = 0.002  # of a log-probability: within it stock's own difference does not matter
 CHUNK_WORST = 1.5  # of a log-probability; stock's near ties show up to 0.75 among 1500 tokens
+NOT_PINNED = "pin.register:*,pin.copy:*"
 
 
 def answers(model: Path, settings: dict, upstream: tuple[str, ...], repeats: int = 1) -> tuple[list, dict]:
@@ -126,8 +127,7 @@ def check_model(
 def check_staged(preset: str, model: Path, expected: list, least: dict, split: tuple[str, ...]) -> list[str]:
     """No expert memory is pinned, then some of it: the token behind each long prompt, which the ring computes."""
     failures = []
-    nothing, not_all = "pin.register:*,pin.copy:*", "pin.register:2,pin.register:5,pin.copy:*"
-    for ring, fault in ((2, nothing), (3, nothing), (2, not_all)):
+    for ring, fault in ((2, NOT_PINNED), (3, NOT_PINNED), (2, "pin.register:2,pin.register:5,pin.copy:*")):
         settings = {**PHASE, **least, "ring": ring, "fault": fault}
         got, phase = answers(model, settings, ("--cpu-moe", *split), 2)
         long = [i for i in range(len(got)) if PROMPTS[i % len(PROMPTS)] > 1]
@@ -227,7 +227,7 @@ def main() -> int:
         failures += check_chunks(preset, make_model(preset, options.models / f"{preset}.gguf"), 4)
     if not options.only_chunks:
         failures += check_cycles(options.models / "tiny-moe.gguf", options.cycles, split)
-        failures += check_cycles(options.models / "tiny-moe.gguf", options.cycles // 4, split, "pin.register:*,pin.copy:*")
+        failures += check_cycles(options.models / "tiny-moe.gguf", options.cycles // 4, split, NOT_PINNED)
     for failure in failures:
         print(f"FAILED: {failure}")
     return 1 if failures else 0
