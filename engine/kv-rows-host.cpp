@@ -46,7 +46,10 @@ bool is_finite(uint16_t f16) {
 }
 
 // src: K and V [n_embd_head, n_head, n_kv, n_sequences], the list of rows written before (or K again), the mask (or none).
-void compute(ggml_tensor * dst, int /*ith*/, int /*nth*/, void * userdata) {
+void compute(ggml_tensor * dst, int ith, int /*nth*/, void * userdata) {
+    if (ith != 0) { // every thread of the pool comes here
+        return;
+    }
     auto &       rows = *(host_rows *) userdata;
     const auto * k    = dst->src[0];
     const auto * ids  = dst->src[2];

@@ -244,6 +244,14 @@ def test_kept_rows_are_the_rows(servers: KvFleet, prompt, rows: str) -> None:
     assert f"llama_phase_kv_rows_missed_total {missed}" in host.metrics_text()
 
 
+def test_kept_rows_with_several_threads(servers: KvFleet, prompt) -> None:
+    """One of them keeps the rows."""
+    model, threads = "qwen4exp", ("-t", "2", "-tb", "2")
+    host, device = servers.host(model, *threads, env={"LLAMA_PHASE_KV_ROWS": "300"}), servers.device(model, *threads)
+    assert host.complete(prompt(model, 900), n=60) == device.complete(prompt(model, 900), n=60)
+    assert rows_found(host)[0] > 0
+
+
 @pytest.mark.parametrize("rows", ROWS)
 def test_kept_rows_in_verify_batches(servers: KvFleet, prompt, rows: str) -> None:
     """2 to 8 queries look up the union of their rows, where that fits."""

@@ -8,13 +8,14 @@ every token, bit for bit. Cold and warm slots, the fewest slots, all experts as 
 restore policy, refills at once and in parts, rings of 2 and 3. Without a ring the last layer's single token of a prompt
 is computed on the CPU, as stock does: then tokens are equal and log-probabilities nearly. Prompts between EXPERT_BATCH
 and the threshold are left out: they take the stock path, which computes host experts on the CPU. For the same reason
-runs with expert memory that is not pinned (injected) are compared at the token behind each prompt only. Then: CUDA
-graphs are replayed, and after many transactions the device has as much free memory as before, to the byte. With --gpus
-2 layers are split evenly over two devices, the reference's, too. Chunks divide sums in another way on a GPU, and so do
-micro-batches of another size in stock: on all-F32 models the first token may differ by CHUNK_FACTOR times what stock
-shows between its sizes in the same run. Near ties among experts and rows enlarge single differences, so three quarters
-of the prompts count, and no prompt may be CHUNK_WORST away. Why they differ, tensor by tensor:
-tools/first_difference.py.
+runs with expert memory that is not pinned (injected) are compared at the token behind each prompt only. Verify batches
+of MTP drafts are compared with stock's MTP, a router in host memory with stock's. Then: CUDA graphs are replayed, in a
+long answer behind a long prompt nearly once a token and over buffers that stay as they are, and after many transactions
+the device has as much free memory as before, to the byte. With --gpus 2 layers are split evenly over two devices, the
+reference's, too. Chunks divide sums in another way on a GPU, and so do micro-batches of another size in stock: on
+all-F32 models the first token may differ by CHUNK_FACTOR times what stock shows between its sizes in the same run. Near
+ties among experts and rows enlarge single differences, so three quarters of the prompts count, and no prompt may be
+CHUNK_WORST away. Why they differ, tensor by tensor: tools/first_difference.py.
 
 exit codes: 0 all equal, 1 a difference, named on its line
 """
@@ -53,6 +54,8 @@ CHUNK_PROMPTS = tuple(range(300, 2700, 100))  # tokens
 CHUNK_FACTOR = 3
 CHUNK_FLOOR = 0.002  # of a log-probability: within it stock's own difference does not matter
 CHUNK_WORST = 1.5  # of a log-probability; stock's near ties show up to 0.75 among 1500 tokens
+MTP = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
+LONG_ANSWER_TOKENS, LEAST_REPLAYS = 1000, 900
 NOT_PINNED = "pin.register:*,pin.copy:*"
 
 
@@ -121,7 +124,55 @@ def check_model(
             failures.append(f"{preset}, {name}: the slots were not used: {phase.get('experts')}")
         if settings.get("prefill_mode") == "transaction" and counters.get("entered") != repeats * (len(PROMPTS) - 1):
             failures.append(f"{preset}, {name}: counters {counters}")
-    return failures + check_staged(preset, model, [answer[:1] for answer in expected], least, split)
+    failures += check_staged(preset, model, [answer[:1] for answer in expected], least, split)
+    if not quick:
+        failures += check_long_answer(preset, model, least, split)
+        failures += check_same_flags(preset, "router on the host", model, least, ("-ot", "ffn_gate_inp=CPU", *split))
+    if preset != "tiny-moe":  # which has no MTP block
+        of_verify = {"expert_slots": 4 * n_used, "expert_batch": 4}
+        failures += check_same_flags(preset, "least slots, MTP", model, of_verify, (*MTP, *split))
+    return failures
+
+
+def check_same_flags(preset: str, name: str, model: Path, slots: dict, flags: tuple[str, ...]) -> list[str]:
+    """Stock, all weights on the GPU, against slots and transactions, both with `flags`."""
+    expected, _ = answers(model, STOCK, flags)
+    got, phase = answers(model, {**PHASE, **slots}, ("--cpu-moe", *flags), 2)
+    difference = first_difference(expected * 2, got)
+    members = phase.get("experts", [])
+    looked_up = [member["slots"]["looked_up"] for member in members]
+    print(f"{preset:12} {name:36} {'DIFFERS ' + difference if difference else 'equal':40} looked up {looked_up}",
+          flush=True)  # fmt: skip
+    failures = [f"{preset}, {name}: {difference}"] if difference else []
+    if not looked_up or not all(looked_up) or len(looked_up) != 1 + ("draft-mtp" in flags):
+        failures.append(f"{preset}, {name}: slots were not used: {members}")
+    if len(members) > 1 and members[1]["ring"]["layers_streamed"]:
+        failures.append(f"{preset}, {name}: the draft has a ring")
+    return failures
+
+
+def check_long_answer(preset: str, model: Path, least: dict, split: tuple[str, ...]) -> list[str]:
+    """What the way back from the prompt planned lasts: graphs are replayed, no buffer grows, no graph is kept anew."""
+    loaded = Settings.load(model=model, port=0, ctx=8192, upstream=(*COMMON, "--cpu-moe", *split), **PHASE, **least)
+    with Server(loaded) as server, server.client() as client:
+
+        def figures() -> tuple[int, list, int]:
+            phase = client.phase() or {}
+            buffers = [device["compute_buffer_bytes"] for device in phase["memory"]["decode"]]
+            return phase["experts"][0]["graph_replays"], buffers, phase["graphs"][0]["made"]
+
+        begun = None
+        prompt = prompt_tokens(max(PROMPTS), 7, 4000)
+        for n, _ in enumerate(client.stream(prompt, LONG_ANSWER_TOKENS, cache_prompt=False, ignore_eos=True)):
+            begun = figures() if n == 10 else begun
+        ended = figures()
+    if begun is None:
+        return [f"{preset}, long answer: it ended at once"]
+    replays = ended[0] - begun[0]
+    print(f"{preset:12} long answer: {replays} replays for {LONG_ANSWER_TOKENS} tokens, "
+          f"buffers {begun[1]} -> {ended[1]}, graphs made {begun[2]} -> {ended[2]}", flush=True)  # fmt: skip
+    failures = [f"{preset}, long answer: {replays} replays"] if replays < LEAST_REPLAYS else []
+    return failures + ([f"{preset}, long answer: {begun} became {ended}"] if begun[1:] != ended[1:] else [])
 
 
 def check_staged(preset: str, model: Path, expected: list, least: dict, split: tuple[str, ...]) -> list[str]:

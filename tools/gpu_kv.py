@@ -4,9 +4,11 @@
 usage: gpu_kv.py [--models DIR] [--big FILE] [--parts equal,rows,speed,more,all,stock,vram] [--depths N,...]
 
 equal  tiny models through llama-server, K/V on the host against K/V on the device, same batch split: tokens and
-       log-probabilities bit for bit; 1 and 4 streams, with and without MTP, with and without a switch of the phase
+       log-probabilities bit for bit; 1 and 4 streams, with and without MTP, with and without a switch of the phase, and
+       with experts in host memory and slots in both
 rows   the same with several sizes of what the device keeps of host K/V (LLAMA_PHASE_KV_ROWS): a conversation that
-       grows, forks and is saved, put aside and restored; MTP, 4 streams; the counters say that rows were found
+       grows, forks and is saved, put aside and restored; MTP, also with verify batches of 7, which the scores of pools
+       have a kernel for; 4 streams; a prompt of 40000 tokens; the counters say that rows were found
 speed  llama-bench on the big model (made when it is missing, 13 GB): decode at depth, prefill of 32k; K/V on the
        device with the stock and with the fast selection, on the host with the fast one
 more   the same on the host with nothing kept on the device, and with the stock selection
@@ -56,6 +58,9 @@ PHASE = {"prefill_mode": "transaction", "ubatch": 128, "batch": 1024, "prefill_u
 SPARSE_KERNEL = {"heads": 16, "heads_kv": 2, "head_dim": 256, "rope_dim": 64}
 INDEXER_KERNEL = {"idx_dim": 128, "idx_topk": 2048}
 MTP = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
+MTP_SIX = (*MTP[:-1], "6")
+SLOTS = {"expert_slots": 16, "expert_batch": 4}
+LONG_PROMPT = {"tokens": 40000, "ctx": 45056}
 MTP_ONE = (*MTP[:-1], "1")  # verify batches of 2, which the sparse kernel takes from 8204 rows on
 PROMPTS = (1, 9, 300, 5000, 9000)  # tokens; the sparse kernel begins at 4096 rows
 ANSWER_TOKENS = 64
@@ -95,6 +100,8 @@ def check_equal(models: Path) -> list[str]:
         ("tiny", "decode phase only", OFF, one, 1),
         ("tiny", "phases", PHASE, one, 1),
         ("tiny", "phases, MTP", PHASE, (*one, *MTP), 1),
+        ("tiny", "slots", {**PHASE, **SLOTS}, (*one, "--cpu-moe"), 1),
+        ("tiny", "slots, MTP", {**PHASE, **SLOTS}, (*one, "--cpu-moe", *MTP), 1),
         ("tiny", "4 streams", OFF, ("-np", "4", "-no-kvu"), 4),
         ("tiny", "4 slots, 1 stream", OFF, ("-np", "4", "-kvu"), 1),
         ("tiny-moe", "dense, forced", PHASE, one, 1),
@@ -111,6 +118,8 @@ def check_equal(models: Path) -> list[str]:
             failures.append(f"{preset}, {name}: {different}")
         if not any(c["host_bytes"] for c in kv):
             failures.append(f"{preset}, {name}: no K/V in host memory: {kv}")
+        if "expert_slots" in settings and not all(m["slots"]["looked_up"] for m in phase["experts"]):
+            failures.append(f"{preset}, {name}: slots were not used: {phase['experts']}")
     return failures
 
 
@@ -142,20 +151,39 @@ def conversation(
         return out, client.phase() or {}
 
 
+def one_long_prompt(
+    model: Path, environment: dict[str, Any], upstream: tuple[str, ...], streams: int, saved: Path
+) -> tuple[list[list], dict]:
+    """An answer behind it, then the next turn: as conversation()."""
+    del streams, saved
+    settings = {**OFF, "ctx": LONG_PROMPT["ctx"], **environment}
+    loaded = Settings.load(model=model, port=0, upstream=(*ALL_ON_GPU, *upstream), **settings)
+    out: list[list] = []
+    with Server(loaded) as server, server.client() as client:
+        prompt = prompt_tokens(LONG_PROMPT["tokens"], 1, 4000)
+        for _ in range(2):
+            got = client.completion(prompt, 150, n_probs=3, ignore_eos=True)
+            out.append([(step["id"], step["logprob"]) for step in got.probabilities])
+            prompt = [*prompt, *got.tokens, *prompt_tokens(30, 2, 4000)]
+        return out, client.phase() or {}
+
+
 def check_rows(models: Path) -> list[str]:
     """Rows: as many as positions (each has its own), fewer (the oldest go), too few for a verify batch."""
     failures = []
     model = make_model("tiny", models / "kv-tiny-2048.gguf", **SPARSE_KERNEL, **INDEXER_KERNEL)
     with tempfile.TemporaryDirectory() as saved:
-        for name, upstream, streams, sizes in (
-            ("one slot", ("-np", "1"), 1, ("auto", "4200")),
-            ("MTP", ("-np", "1", *MTP_ONE), 1, ("4200", "4000")),
-            ("4 streams", ("-np", "4", "-no-kvu"), 4, ("auto",)),
+        for name, upstream, streams, sizes, asked in (
+            ("one slot", ("-np", "1"), 1, ("auto", "4200"), conversation),
+            ("MTP", ("-np", "1", *MTP_ONE), 1, ("4200", "4000"), conversation),
+            ("MTP 6", ("-np", "1", *MTP_SIX), 1, ("auto",), conversation),
+            ("4 streams", ("-np", "4", "-no-kvu"), 4, ("auto",), conversation),
+            ("40000", ("-np", "1"), 1, ("auto", "0"), one_long_prompt),
         ):
-            expected, _ = conversation(model, {"kv": "device"}, upstream, streams, Path(saved))
+            expected, _ = asked(model, {"kv": "device"}, upstream, streams, Path(saved))
             for rows in sizes:
                 environment = {"kv": "host", "select": "fast", "kv_rows": rows}
-                got, phase = conversation(model, environment, upstream, streams, Path(saved))
+                got, phase = asked(model, environment, upstream, streams, Path(saved))
                 wrong = [step for step, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b]
                 counts = [layer["rows"] for c in phase["kv"]["contexts"] for layer in c["layers"] if layer.get("rows")]
                 looked_up, missed = (sum(count[what] for count in counts) for what in ("looked_up", "missed"))
@@ -163,7 +191,8 @@ def check_rows(models: Path) -> list[str]:
                       f"looked up {looked_up}, missed {missed}", flush=True)  # fmt: skip
                 if wrong:
                     failures.append(f"{name}, rows {rows}: steps {wrong} differ")
-                if not 0 < missed < looked_up:
+                # batches too wide for the kernel that reads kept rows do not count
+                if not 0 < missed < looked_up and rows != "0" and name != "MTP 6":
                     failures.append(f"{name}, rows {rows}: looked up {looked_up}, missed {missed}")
     return failures
 
