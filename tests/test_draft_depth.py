@@ -10,7 +10,7 @@ import json
 import re
 
 import pytest
-from engine_server import MIN_TOKENS, PREFILL_UBATCH, Fleet, assert_same_but_for_ties
+from engine_server import MIN_TOKENS, PREFILL_UBATCH, Fleet, assert_same_but_for_ties, both
 from test_phase_routes import parse_prometheus
 
 pytestmark = pytest.mark.engine
@@ -49,6 +49,26 @@ def test_same_tokens_at_each_length(fleet: Fleet, prompt, length: int) -> None:
     tokens = prompt(model, 50, seed=length)
     assert_same_but_for_ties(auto.complete(tokens, n=48).tokens, fleet.stock(model).complete(tokens, n=48))
     assert min(length, 3) < len(auto.phase()["draft"]["rounds"]) <= length + 1  # the first rounds try up to 3
+
+
+@pytest.mark.parametrize("length", range(1, 8))
+@pytest.mark.parametrize("model", MODELS)
+def test_same_tokens_at_fixed_lengths(fleet: Fleet, prompt, model: str, length: int) -> None:
+    """Every round drafts so many, verified from expert slots; some are rejected. Greedy, then sampled: the random numbers
+    are used up by tokens and not by drafts, so a seed's text is stock's with the same drafts."""
+    slots = SLOTS | {"EXPERT_BATCH": str(length + 1)}
+    fixed = fleet.phase(model, *mtp(length), "--no-repack", DRAFT="off", **slots)
+    plain, drafting = fleet.stock(model, "--no-repack"), fleet.stock(model, "--no-repack", *mtp(length))
+    tokens = prompt(model, 50, seed=length)
+    greedy = fixed.complete(tokens, n=96)
+    assert_same_but_for_ties(greedy.tokens, plain.complete(tokens, n=96))
+
+    sampling = {"temperature": 1.0, "top_k": 40, "seed": 100 + length}
+    sampled, of_stock = both(fixed, drafting, tokens, n=96, **sampling)
+    assert sampled.tokens == of_stock.tokens != greedy.tokens
+    for answer in (greedy, sampled):
+        assert 0 < answer.timings["draft_n_accepted"] < answer.timings["draft_n"]
+    assert "draft" not in fixed.phase() and fixed.phase()["experts"][0]["slots"]["looked_up"] > 0
 
 
 @pytest.mark.parametrize("model", MODELS)
