@@ -70,8 +70,8 @@ struct expert_cache {
     size_t planned_ring_bytes(ggml_backend_dev_t dev) const;
     size_t planned_pool_bytes(ggml_backend_dev_t dev, uint32_t n_tokens) const;
 
-    // Lets the devices begin with the first layers' copies.
-    void start_ring(const backend_map & backends);
+    // Lets the devices begin with the first layers' copies. Throws std::runtime_error when one cannot; the ring is to be freed then.
+    void start_ring(const backend_map & backends, const fault_point & fault);
     int32_t ring_regions() const { return n_regions; }
     int32_t ring_regions_wanted() const;
     std::string ring_shortfall() const; // why a ring deeper than one device needs has to give memory back; empty: it need not

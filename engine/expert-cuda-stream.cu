@@ -58,7 +58,15 @@ class stopwatch {
         cudaEvent_t end = nullptr;
         const cudaError_t error = mark(stream, end);
         std::lock_guard<std::mutex> guard(lock);
-        open[exposed].push_back({ begin, end });
+        if (error != cudaSuccess) {
+            for (cudaEvent_t event : { begin, end }) {
+                if (event) {
+                    spare.push_back(event);
+                }
+            }
+        } else {
+            open[exposed].push_back({ begin, end });
+        }
         return error;
     }
 

@@ -212,10 +212,14 @@ const phase_backend_api * phase_cuda_backend_api() {
             ggml_cuda_set_device(ctx.device);
             CUDA_CHECK(phase_cuda_fill(*op, (int32_t *) state, *list, ctx.stream()));
         },
-        /*.ring_start    =*/ [](void * backend, phase_ring * ring) {
+        /*.ring_start    =*/ [](void * backend, phase_ring * ring) -> const char * {
             auto & ctx = *(ggml_backend_cuda_context *) ((ggml_backend_t) backend)->context;
             ggml_cuda_set_device(ctx.device);
-            CUDA_CHECK(phase_cuda_ring_start(*ring, ctx.stream()));
+            const cudaError_t error = phase_cuda_ring_start(*ring, ctx.stream());
+            if (error != cudaSuccess) {
+                (void) cudaGetLastError(); // the next unrelated call would report it
+            }
+            return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
         },
         /*.ring_free     =*/ [](phase_ring * ring) { CUDA_CHECK(phase_cuda_ring_free(*ring)); },
         /*.prefetch_free =*/ [](phase_prefetch_side * side) { phase_cuda_prefetch_free(*side); },

@@ -218,8 +218,8 @@ struct phase_backend_api {
     void (*fill)(void * backend, const phase_fetch_op * op, void * state, const phase_fill * list);
 
     // Begins to copy the first n_regions layers, so that they arrive while the graph is planned. The ring's memory belongs to the
-    // device of the backend instance.
-    void (*ring_start)(void * backend, phase_ring * ring);
+    // device of the backend instance. Returns null, or why not (valid until the next call on this thread); then the ring is to be freed.
+    const char * (*ring_start)(void * backend, phase_ring * ring);
 
     // Waits for the copies in flight and frees the ring's backend_state. Called before the ring's memory is freed.
     void (*ring_free)(phase_ring * ring);

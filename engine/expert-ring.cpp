@@ -99,10 +99,13 @@ size_t expert_cache::allocate_ring(int32_t n, const fault_point & fault) {
     return 0;
 }
 
-void expert_cache::start_ring(const backend_map & backends) {
+void expert_cache::start_ring(const backend_map & backends, const fault_point & fault) {
     for (auto & [dev, ring] : rings) {
-        if (const auto * api = phase_backend_api_of(dev)) {
-            api->ring_start(backends.at(dev), &ring);
+        fault(PHASE_STEP_RING_START);
+        const auto * api     = phase_backend_api_of(dev);
+        const char * failure = api ? api->ring_start(backends.at(dev), &ring) : nullptr;
+        if (failure) {
+            throw std::runtime_error(format("%s cannot stream layers: %s", ggml_backend_dev_name(dev), failure));
         }
     }
 }

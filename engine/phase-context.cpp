@@ -411,9 +411,9 @@ int64_t phase_context::allocate_ring(const fault_point & fault) {
     return (int64_t) experts->allocate_ring(experts->ring_regions_wanted(), fault);
 }
 
-void phase_context::start_ring() {
+void phase_context::start_ring(const fault_point & fault) {
     if (experts) {
-        experts->start_ring(backends());
+        experts->start_ring(backends(), fault);
     }
 }
 

@@ -79,7 +79,7 @@ struct phase_context {
     int64_t free_ring();
 
     // Lets the first layers' copies begin. An allocation waits for copies in flight, so this comes behind the last one of all members.
-    void start_ring();
+    void start_ring(const fault_point & fault);
 
     void note_no_slots(const std::string & reason);
 

@@ -23,6 +23,7 @@
 // not steps, but attempts inside a step that has fallbacks
 #define PHASE_STEP_SLOTS_ALLOCATE        "slots.allocate"
 #define PHASE_STEP_RING_ALLOCATE         "ring.allocate"
+#define PHASE_STEP_RING_START            "ring.start" // once for each device; no fallback, the step fails
 #define PHASE_STEP_KV_ALLOCATE           "kv.allocate" // while a context is made, outside any transaction
 
 // at start, once for each piece of memory (on the CPU, which pins nothing, for each layer); for each layer that is copied instead; and for
@@ -51,6 +52,7 @@ inline const char * const PHASE_STEPS[] = {
     PHASE_STEP_LEAVE_RETRY_DECODE,
     PHASE_STEP_SLOTS_ALLOCATE,
     PHASE_STEP_RING_ALLOCATE,
+    PHASE_STEP_RING_START,
     PHASE_STEP_PIN_REGISTER,
     PHASE_STEP_PIN_COPY,
     PHASE_STEP_PIN_STAGING,

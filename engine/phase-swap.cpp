@@ -57,7 +57,7 @@ void phase_group::enter() {
             bytes += (*member)->reserve_buffers(true);
         }
         for (auto * member : members) {
-            member->start_ring();
+            member->start_ring(fault);
         }
         return bytes;
     };

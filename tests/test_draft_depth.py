@@ -54,8 +54,8 @@ def test_same_tokens_at_each_length(fleet: Fleet, prompt, length: int) -> None:
 @pytest.mark.parametrize("length", range(1, 8))
 @pytest.mark.parametrize("model", MODELS)
 def test_same_tokens_at_fixed_lengths(fleet: Fleet, prompt, model: str, length: int) -> None:
-    """Every round drafts so many, verified from expert slots; some are rejected. Greedy, then sampled: the random numbers
-    are used up by tokens and not by drafts, so a seed's text is stock's with the same drafts."""
+    """Every round drafts so many, verified from expert slots, and some are rejected. Greedy, as without speculation;
+    sampled, as stock with the same seed and drafts, whose recurrent state goes back as often."""
     slots = SLOTS | {"EXPERT_BATCH": str(length + 1)}
     fixed = fleet.phase(model, *mtp(length), "--no-repack", DRAFT="off", **slots)
     plain, drafting = fleet.stock(model, "--no-repack"), fleet.stock(model, "--no-repack", *mtp(length))

@@ -223,6 +223,20 @@ def test_ring_does_not_fit(start, check, prompt, model: str, fault: str, n_regio
     assert_sane(server)
 
 
+@pytest.mark.parametrize(("model", "args"), [("qwen3moe", ()), ("qwen4exp", MTP)])
+def test_ring_does_not_start(start, check, model: str, args: tuple[str, ...]) -> None:
+    """Behind the last allocation: rolled back like any failed step; the next prompt enters."""
+    server = start(model, *args, EXPERT_BATCH=4 if args else 1, FAULT="ring.start")
+    check(server, model, *args, switched=False)
+    state = server.phase()
+    assert state["counters"] | {"entered": 0, "rolled_back": 1, "failed": 0} == state["counters"]
+    assert state["last_failure"] == "enter.reserve_prefill_buffers: injected fault"
+    assert slots_of(server) == [N_SLOTS] * (1 + bool(args))
+    assert_sane(server)
+    check(server, model, *args)
+    assert server.counters()["left"] == 1
+
+
 def test_ring_once_smaller_answers(start, check) -> None:
     """The very prompt that runs with the smaller ring, or without."""
     for fault in ("ring.allocate", "ring.allocate:1,ring.allocate:2"):

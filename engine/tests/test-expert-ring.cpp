@@ -179,4 +179,35 @@ TEST(a_ring_by_its_own_choice_is_as_deep_as_the_links_need) {
     }
 }
 
+TEST(start_fails_at_each_creation) {
+    for (const auto kind : { PINNED, MIXED, STAGED }) {
+        int n_failed = 0;
+        for (int nth = 0; ; ++nth) {
+            std::mt19937 random(1);
+            stream_ring  r(4, 3, kind, random);
+            cudaStream_t stream;
+            cudaStreamCreateWithFlags(&stream, 0);
+            runtime::n_creations_left = nth;
+            const cudaError_t error = phase_cuda_ring_start(r.ring, stream);
+            const bool        hit   = std::exchange(runtime::n_creations_left, -1) < 0;
+            CHECK_EQ(error == cudaErrorMemoryAllocation, hit);
+            CHECK_EQ(phase_cuda_ring_free(r.ring), cudaSuccess);
+            CHECK_EQ(runtime::n_events.load(), 0);
+
+            // the next prompt
+            CHECK_EQ(phase_cuda_ring_start(r.ring, stream), cudaSuccess);
+            CHECK_EQ(phase_cuda_stream(r.ops[0], { nullptr, 0, 1, 1 }, nullptr, nullptr, stream), cudaSuccess);
+            cudaStreamSynchronize(stream);
+            CHECK(whole(r.ops[0]));
+            CHECK_EQ(phase_cuda_ring_free(r.ring), cudaSuccess);
+            cudaStreamDestroy(stream);
+            n_failed += hit;
+            if (!hit) {
+                break;
+            }
+        }
+        CHECK(n_failed >= 7); // a stream, and two events for each region
+    }
+}
+
 TEST_MAIN("test-expert-ring")

@@ -13,7 +13,7 @@
 #include <mutex>
 #include <thread>
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNotReady = 600 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2, cudaErrorNotReady = 600 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1 };
 enum { cudaStreamNonBlocking = 1, cudaEventBlockingSync = 1, cudaEventDisableTiming = 2 };
 
@@ -21,6 +21,12 @@ namespace runtime {
 
 inline std::atomic<int> n_unrecorded_waits { 0 }; // on an event that nobody recorded: CUDA does not wait then
 inline std::atomic<int> n_events { 0 };           // that exist
+
+inline thread_local int n_creations_left = -1; // of streams and events by this thread, until one fails; negative: all succeed
+
+inline bool creation_fails() {
+    return n_creations_left >= 0 && n_creations_left-- == 0;
+}
 
 struct event {
     std::mutex              lock;
@@ -100,11 +106,20 @@ inline cudaError_t cudaSetDevice(int)          { return cudaSuccess; }
 inline cudaError_t cudaGetLastError()          { return cudaSuccess; }
 inline cudaError_t cudaPeekAtLastError()       { return cudaSuccess; }
 
-inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t * stream, unsigned) { *stream = new runtime::stream; return cudaSuccess; }
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t * stream, unsigned) {
+    if (runtime::creation_fails()) {
+        return cudaErrorMemoryAllocation;
+    }
+    *stream = new runtime::stream;
+    return cudaSuccess;
+}
 inline cudaError_t cudaStreamSynchronize(cudaStream_t stream)                 { stream->synchronize(); return cudaSuccess; }
 inline cudaError_t cudaStreamDestroy(cudaStream_t stream)                     { delete stream; return cudaSuccess; }
 
 inline cudaError_t cudaEventCreate(cudaEvent_t * event) {
+    if (runtime::creation_fails()) {
+        return cudaErrorMemoryAllocation;
+    }
     *event = new runtime::event;
     ++runtime::n_events;
     return cudaSuccess;
