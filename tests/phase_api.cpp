@@ -2,18 +2,23 @@
 //
 // Commands work on the current context; each prints a line of JSON with its result and the state after it.
 //   new:N_UBATCH     create a context (n_batch 1024, n_ctx 4096) and make it the current one
+//   raw              comes first: weights keep the file's layout
+//   free             frees the current context; then comes use or new
 //   use:I            make context I the current one
 //   decode:N         decode a batch of N tokens at the end of sequence 0; result: of llama_decode
 //   clear            forget sequence 0
 //   begin:N done abort      explicit events on sequence 0
 //   join:I           context I becomes a member
 //   reset
+//   top              result: the likeliest token behind the last batch
+//   copied           result: 1 when the first layer's experts are in a pinned copy, since a fault was injected
 //   kept             result: shapes of small batches whose graph is kept
 //   train            prepare the context for training, without parameters: the scheduler is made anew
 //   short            get_stats with the size of a caller that knows the first five members only; result: its n_entered, untouched
 
 #include "llama-phase.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
@@ -45,11 +50,18 @@ static int decode(entry & e, int n) {
     return result;
 }
 
+static int says(llama_context * ctx, const char * what) {
+    static char text[1 << 20];
+    llama_phase_context_json(ctx, text, sizeof(text));
+    return strstr(text, what) ? 1 : 0;
+}
+
 int main(int argc, char ** argv) {
     llama_log_set([](ggml_log_level level, const char * text, void *) { if (level >= GGML_LOG_LEVEL_WARN) { fputs(text, stderr); } }, nullptr);
     llama_backend_init();
     llama_model_params model_params = llama_model_default_params();
     model_params.n_gpu_layers = 0;
+    model_params.use_extra_bufts = argc < 3 || std::string(argv[2]) != "raw";
     llama_model * model = llama_model_load_from_file(argv[1], model_params);
     if (!model) {
         return 1;
@@ -64,6 +76,14 @@ int main(int argc, char ** argv) {
         const int n = colon == std::string::npos ? 0 : atoi(command.c_str() + colon + 1);
 
         int result = 0;
+        if (name == "raw") {
+            continue;
+        }
+        if (name == "free") {
+            llama_free(now->ctx);
+            now->ctx = nullptr;
+            continue;
+        }
         if (name == "new") {
             llama_context_params params = llama_context_default_params();
             params.n_ctx           = 4096;
@@ -83,6 +103,11 @@ int main(int argc, char ** argv) {
         if (name == "abort")  { result = llama_phase_prompt_abort(now->ctx, 0); }
         if (name == "join")   { result = llama_phase_join(now->ctx, entries[n]->ctx); }
         if (name == "reset")  { llama_phase_reset(now->ctx); }
+        if (name == "top")    {
+            const float * logits = llama_get_logits_ith(now->ctx, -1);
+            result = (int) (std::max_element(logits, logits + llama_vocab_n_tokens(llama_model_get_vocab(model))) - logits);
+        }
+        if (name == "copied") { result = says(now->ctx, "{\"layer\":0,\"reason\":\"injected fault\"}"); }
         if (name == "kept")   {
             char text[1 << 16];
             llama_phase_context_json(now->ctx, text, sizeof(text));
@@ -117,7 +142,9 @@ int main(int argc, char ** argv) {
                (int) s.n_aborted, (double) s.buffer_bytes, failure ? failure : "", now->events.c_str());
     }
     for (entry * e : entries) {
-        llama_free(e->ctx);
+        if (e->ctx) {
+            llama_free(e->ctx);
+        }
         delete e;
     }
     llama_model_free(model);

@@ -223,3 +223,30 @@ def test_memory_of_compute_buffers(engine: Path, tmp_path: Path, name: str) -> N
     assert compiled.returncode == 0, compiled.stderr
     result = subprocess.run([program], env=clean_environment({}), capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
+
+
+def test_copies_of_experts_go_with_the_last_context(run: Run) -> None:
+    """Two contexts with slots over one model, whose experts are in a pinned copy (a fault): the copy stays while one
+    lives, then the model has its own tensors again, also for a context that comes later."""
+    commands = ("raw", "new:126", "decode:40", "decode:1", "top", "new:126", "decode:40", "decode:1", "top", "free")
+    commands += (
+        "use:0",
+        "decode:1",
+        "top",
+        "free",
+        "new:126",
+        "decode:40",
+        "decode:1",
+        "top",
+        "decode:1",
+        "top",
+        "copied",
+    )
+    slots = {"EXPERT_SLOTS": "8", "EXPERT_BATCH": "1"}
+    plain, copied = run(*commands, **slots), run(*commands, FAULT="pin.register:*", **slots)
+    assert (plain[-1]["result"], copied[-1]["result"]) == (0, 1)
+    for states in (plain, copied):
+        tops = [state["result"] for state in states if state["command"] == "top"]
+        assert tops[0] == tops[1] == tops[3] and tops[2] == tops[4]
+        assert all(state["result"] == 0 for state in states if state["command"].startswith("decode"))
+    assert [s["result"] for s in plain[:-1]] == [s["result"] for s in copied[:-1]]
