@@ -263,12 +263,12 @@ void expert_cache::remember() {
     }
 }
 
-std::vector<int32_t> expert_cache::experts_to_restore(const cached_layer & layer) const {
-    if (config.restore == PHASE_RESTORE_COLD) {
+std::vector<int32_t> expert_cache::experts_to_restore(const cached_layer & layer, phase_restore restore) const {
+    if (restore == PHASE_RESTORE_COLD) {
         return {};
     }
     auto experts = layer.resident;
-    if (config.restore == PHASE_RESTORE_PROMPT && !layer.seen.empty()) {
+    if (restore == PHASE_RESTORE_PROMPT && !layer.seen.empty()) {
         // the experts of before stay at the old end, as far as there is room
         std::vector<int32_t> chosen;
         for (int32_t e = 0; e < layer.host->n_expert; ++e) {
@@ -293,14 +293,14 @@ void expert_cache::write_state(cached_layer & layer) {
     ggml_backend_tensor_set(layer.state, words.data(), 0, words.size()*sizeof(int32_t));
 }
 
-void expert_cache::refill(const backend_map & backends, bool at_once) {
+void expert_cache::refill(const backend_map & backends, bool as_before) {
     if (n_slots == 0) {
         return;
     }
     uint64_t bytes = 0;
     for (auto & layer : layers) {
         if (layer.host->pinned()) {
-            layer.wanted = experts_to_restore(layer);
+            layer.wanted = experts_to_restore(layer, as_before ? PHASE_RESTORE_SNAPSHOT : config.restore);
             write_state(layer);
             bytes += layer.wanted.size()*layer.host->expert_bytes();
         }
@@ -308,7 +308,7 @@ void expert_cache::refill(const backend_map & backends, bool at_once) {
     fill.wanted_bytes = bytes;
     fill.left_bytes   = bytes;
     fill.n_batches    = 0;
-    fill_waits        = config.refill_bytes > 0 && !at_once;
+    fill_waits        = config.refill_bytes > 0 && !as_before;
     if (!fill_waits) {
         fill_some(backends, SIZE_MAX);
     }

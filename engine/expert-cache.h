@@ -47,10 +47,10 @@ struct expert_cache {
     // Reads back which experts are resident. The device has to be idle.
     void remember();
 
-    // Empties the slots, and notes what the restore policy wants there. before_small_batch() brings it; at_once, or with
-    // LLAMA_PHASE_REFILL_MIB=0, all of it is queued on the backends now.
+    // Empties the slots, and notes what the restore policy wants there. before_small_batch() brings it; with
+    // LLAMA_PHASE_REFILL_MIB=0 all of it is queued on the backends now, and so are the experts of before, whatever the policy, `as_before`.
     using backend_map = std::map<ggml_backend_dev_t, ggml_backend_t>;
-    void refill(const backend_map & backends, bool at_once);
+    void refill(const backend_map & backends, bool as_before);
 
     // Called in front of each graph that slots serve. Queues on the backends the copies of at most LLAMA_PHASE_REFILL_MIB, at least of one
     // expert, into slots that are empty: behind a refill the first graph goes without, as the first token waits for it. Returns whether it did.
@@ -129,7 +129,7 @@ struct expert_cache {
     void    write_state(cached_layer & layer);
     void    fill_some(const backend_map & backends, size_t most_bytes);
 
-    std::vector<int32_t> experts_to_restore(const cached_layer & layer) const;
+    std::vector<int32_t> experts_to_restore(const cached_layer & layer, phase_restore restore) const;
 
     const int                     il_end;
     const phase_config            config;

@@ -61,7 +61,7 @@ struct phase_config {
     int32_t    graphs             = -1;   // shapes of small batches; -1: auto
     phase_log  log                = PHASE_LOG_INFO;
 
-    phase_restore restore = PHASE_RESTORE_SNAPSHOT;
+    phase_restore restore = PHASE_RESTORE_COLD;
     size_t        refill_bytes = size_t(256) << 20; // in front of a micro-batch; 0: all before the first token
     phase_kv_mode kv      = PHASE_KV_DEVICE;
     int32_t       kv_rows = -1; // positions per layer that the device keeps of K/V in host memory; -1: auto

@@ -397,9 +397,9 @@ std::map<ggml_backend_dev_t, ggml_backend_t> phase_context::backends() const {
     return map;
 }
 
-int64_t phase_context::refill_slots(bool at_once) {
+int64_t phase_context::refill_slots(bool as_before) {
     if (experts) {
-        experts->refill(backends(), at_once);
+        experts->refill(backends(), as_before);
     }
     return 0;
 }

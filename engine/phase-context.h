@@ -74,7 +74,7 @@ struct phase_context {
     int64_t remember_slots();
     int64_t free_slots();
     int64_t allocate_slots(const fault_point & fault);
-    int64_t refill_slots(bool at_once);
+    int64_t refill_slots(bool as_before);
     int64_t allocate_ring(const fault_point & fault);
     int64_t free_ring();
 

@@ -61,7 +61,7 @@ class Settings(BaseSettings):
     ring: Literal["auto"] | Annotated[int, Field(ge=0, le=64)] = "auto"
     prefetch: Literal["auto"] | Annotated[int, Field(ge=0, le=64)] = "auto"
     chunk: Literal["auto"] | Annotated[int, Field(ge=0, le=65536)] = 0
-    restore: Literal["snapshot", "cold", "prompt"] = "snapshot"
+    restore: Literal["snapshot", "cold", "prompt"] = "cold"
     refill_mib: Annotated[int, Field(ge=0, le=16777216)] = 256
     kv: Literal["device", "host", "auto", "host-all"] = "device"
     kv_rows: Literal["auto"] | Annotated[int, Field(ge=0, le=16777216)] = "auto"

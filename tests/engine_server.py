@@ -118,7 +118,13 @@ class EngineServer:
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=ANSWER_S, trust_env=False)
+        # the server closes an idle connection after 5 s; one that is taken again must be younger
+        self.http = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}",
+            timeout=ANSWER_S,
+            trust_env=False,
+            limits=httpx.Limits(keepalive_expiry=2),
+        )
         self.watched = psutil.Process(self.process.pid)
         try:
             wait_until(self._ready, f"{binary} ready, log {log}", START_S)

@@ -83,7 +83,7 @@ def test_a_prompt_in_the_middle(servers: ExpertFleet, prompt, model: str, restor
 
 def test_the_log_says_what_is_left(servers: ExpertFleet, prompt) -> None:
     model = "qwen3moe"
-    server = servers.switching(model, N_SLOTS, "-lv", "4", REFILL_MIB=1)
+    server = servers.switching(model, N_SLOTS, "-lv", "4", RESTORE="snapshot", REFILL_MIB=1)
     check(servers, server, model, prompt(model, 7), WARM)
     wanted = N_SLOTS * N_LAYER * EXPERT_BYTES
     check(servers, server, model, prompt(model, LONG), 3)

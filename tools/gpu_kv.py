@@ -47,6 +47,7 @@ VARIANTS = {  # name -> LLAMA_PHASE_*
     "device, fast": {"SELECT": "fast"},
     "host, fast": {"KV": "host", "SELECT": "fast"},
     "host, none kept": {"KV": "host", "SELECT": "fast", "KV_ROWS": "0"},
+    "host, 65536 kept": {"KV": "host", "SELECT": "fast", "KV_ROWS": "65536"},
     "host, all kept": {"KV": "host", "SELECT": "fast", "KV_ROWS": "1000000"},
     "host, stock": {"KV": "host", "SELECT": "stock"},
     "-nkvo": {},
