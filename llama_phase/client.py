@@ -35,8 +35,15 @@ class Client:
     def __init__(self, base_url: str, *, api_key: str | None = None, transport: httpx.BaseTransport | None = None):
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # certificates of a loopback server are its owner's own; plain http needs no certificate store loaded
+        # the server closes an idle connection after 5 s; one that is taken again must be younger
         self._http = httpx.Client(
-            base_url=base_url, headers=headers, verify=False, trust_env=False, timeout=None, transport=transport
+            base_url=base_url,
+            headers=headers,
+            verify=False,
+            trust_env=False,
+            timeout=None,
+            transport=transport,
+            limits=httpx.Limits(keepalive_expiry=2),
         )
 
     def __enter__(self) -> Client:
