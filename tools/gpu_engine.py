@@ -54,6 +54,7 @@ CHUNK_PROMPTS = tuple(range(300, 2700, 100))  # tokens
 CHUNK_FACTOR = 3
 CHUNK_FLOOR = 0.002  # of a log-probability: within it stock's own difference does not matter
 CHUNK_WORST = 1.5  # of a log-probability; stock's near ties show up to 0.75 among 1500 tokens
+CHUNK_PROMPTS = 16  # fewer, as in --quick, are shown and not judged
 MTP = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
 LONG_ANSWER_TOKENS, LEAST_REPLAYS = 1000, 900
 NOT_PINNED = "pin.register:*,pin.copy:*"
@@ -233,6 +234,8 @@ def check_chunks(preset: str, model: Path, n_used: int) -> list[str]:
         steps = {step["step"]: step["bytes"] for step in phase["last_transaction"]["steps"]}
         buffers = -steps["leave.drop_prefill_buffers"]
         print(f"{preset:12} chunks of {chunk}: {text_of(apart)}; prefill buffers {buffers} bytes", flush=True)
+        if len(apart) < CHUNK_PROMPTS:
+            continue  # one near tie of four prompts is luck
         if three_quarters(apart) > CHUNK_FACTOR * usual or apart[-1] > CHUNK_WORST:
             failures.append(f"{preset}, chunks of {chunk}: {text_of(apart)}, in stock {usual:.5f}")
     return failures
