@@ -149,9 +149,9 @@ def test_logical_batch_and_its_source_are_named_when_they_come_from_a_file(tmp_p
 
 
 def test_settings_reach_the_engine(tmp_path: Path) -> None:
-    settings = load(write(tmp_path, 'prefill_ubatch = 4096\nrestore = "cold"\n'))
+    settings = load(write(tmp_path, 'prefill_ubatch = 4096\nrestore = "prompt"\n'))
     child = child_environment(settings, {})
-    assert (child["LLAMA_PHASE_PREFILL_UBATCH"], child["LLAMA_PHASE_RESTORE"]) == ("4096", "cold")
+    assert (child["LLAMA_PHASE_PREFILL_UBATCH"], child["LLAMA_PHASE_RESTORE"]) == ("4096", "prompt")
 
 
 def test_show_hides_secrets_and_says_what_the_server_does_not_get() -> None:
