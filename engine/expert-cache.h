@@ -129,6 +129,8 @@ struct expert_cache {
     void    write_state(cached_layer & layer);
     void    fill_some(const backend_map & backends, size_t most_bytes);
 
+    int32_t most_ring_layers() const; // of one device
+
     std::vector<int32_t> experts_to_restore(const cached_layer & layer, phase_restore restore) const;
 
     const int                     il_end;

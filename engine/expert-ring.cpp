@@ -11,11 +11,15 @@
 #include <stdexcept>
 
 int32_t expert_cache::ring_regions_wanted() const {
+    return std::min(config.ring_regions < 0 ? ring_depth((int32_t) ring_order.size(), most_ring_layers()) : config.ring_regions, max_regions);
+}
+
+int32_t expert_cache::most_ring_layers() const {
     int32_t most = 0;
     for (const auto & [dev, order] : ring_order) {
         most = std::max(most, (int32_t) order.size());
     }
-    return std::min(config.ring_regions < 0 ? ring_depth((int32_t) ring_order.size(), most) : config.ring_regions, max_regions);
+    return most;
 }
 
 std::string expert_cache::ring_shortfall() const {
@@ -45,10 +49,7 @@ void expert_cache::unlimit_ring() {
 size_t expert_cache::allocate_ring(int32_t n, const fault_point & fault) {
     const auto aligned = [](size_t size) { return (size + 255)/256*256; };
 
-    int32_t n_max = 0;
-    for (const auto & [dev, order] : ring_order) {
-        n_max = std::max(n_max, (int32_t) order.size());
-    }
+    const int32_t n_max = most_ring_layers();
     // two are the fewest that overlap, even over a single layer
     for (n = std::min(n, std::max(n_max, 2)); n >= 2 && n_max > 0; --n) {
         try {

@@ -46,6 +46,11 @@ def phase_environment(prefill_ubatch: int = PREFILL_UBATCH, **more: str) -> dict
     }
 
 
+def mtp(n_draft: int) -> tuple[str, ...]:
+    """Flags of drafts by the model's MTP block, at most so many tokens long."""
+    return ("--spec-type", "draft-mtp", "--spec-draft-n-max", str(n_draft))
+
+
 def steps_of(transaction: str) -> list[str]:
     """Names of the steps of `enter`, `leave` or `undo`, in order, as engine/phase-steps.h has them."""
     header = (ROOT / "engine/phase-steps.h").read_text()

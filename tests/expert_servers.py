@@ -156,3 +156,10 @@ def stopped_at_the_end(fleet: ExpertFleet) -> Iterator[Callable[..., EngineServe
     finally:
         for server in started:
             server.stop()
+
+
+@contextmanager
+def switching_until_the_end(fleet: ExpertFleet, n_slots: int) -> Iterator[Callable[..., EngineServer]]:
+    """`start(model, *args, **settings)`: servers with so many slots and transactions, stopped when the block ends."""
+    with stopped_at_the_end(fleet) as start:
+        yield lambda model, *args, **more: start(model, n_slots, *args, **(TRANSACTION | more))

@@ -64,7 +64,9 @@ def test_the_static_rival_is_in_the_gpu_suite() -> None:
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_bench_gpu_is_a_verb() -> None:
     def make(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["make", "--no-print-directory", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            ["make", "--no-print-directory", *words], cwd=ROOT, capture_output=True, text=True, check=False
+        )
 
     done = make("-n", "bench-gpu", "MODEL=a b.gguf", "SUITE=gpu2", "BENCH_ARGS=--runs 2")
     (line,) = [line for line in done.stdout.splitlines() if "llama_phase.bench " in line]

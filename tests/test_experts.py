@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engine_server import DECODE_UBATCH, MIN_TOKENS, PREFILL_UBATCH, assert_same_but_for_ties, wait_until
+from engine_server import DECODE_UBATCH, MIN_TOKENS, PREFILL_UBATCH, assert_same_but_for_ties, mtp, wait_until
 from expert_servers import (
     N_EXPERT,
     N_LAYER,
@@ -30,10 +30,6 @@ EXACT = ["qwen4exp-exact", "qwen3moe-exact"]
 NO_FLASH = ("-fa", "off")  # then F32 models are exact for any split of one prompt
 NGRAM = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "4", "--spec-ngram-simple-size-m", "6")
 ONE_TO_FOUR_PASSES = [300, PREFILL_UBATCH + 1, 1100, 2000]
-
-
-def mtp(n_draft: int) -> tuple[str, ...]:
-    return ("--spec-type", "draft-mtp", "--spec-draft-n-max", str(n_draft))
 
 
 @pytest.fixture(scope="module")

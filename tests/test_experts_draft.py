@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from engine_server import EngineServer, assert_same_but_for_ties, wait_until
-from expert_servers import LAYER_BYTES, N_LAYER, N_USED, TRANSACTION, ExpertFleet, experts, stopped_at_the_end
+from engine_server import EngineServer, assert_same_but_for_ties, mtp, wait_until
+from expert_servers import LAYER_BYTES, N_LAYER, N_USED, ExpertFleet, experts, switching_until_the_end
 
 pytestmark = pytest.mark.engine
 
 MODELS = ["qwen4exp", "qwen35moe"]
 N_SLOTS = 16
 RESERVE = "enter.reserve_prefill_buffers"
-
-
-def mtp(n: int) -> tuple[str, ...]:
-    return ("--spec-type", "draft-mtp", "--spec-draft-n-max", str(n))
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +24,8 @@ def servers(engine, stock_engine, model_path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def start(servers: ExpertFleet) -> Iterator[Callable[..., EngineServer]]:
-    with stopped_at_the_end(servers) as start_any:
-        yield lambda model, *args, **more: start_any(model, N_SLOTS, *args, **(TRANSACTION | more))
+    with switching_until_the_end(servers, N_SLOTS) as start_one:
+        yield start_one
 
 
 def bytes_of(server: EngineServer, step: str) -> int:

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from engine_server import DECODE_UBATCH, PREFILL_UBATCH, EngineServer, steps_of, wait_until
+from engine_server import DECODE_UBATCH, PREFILL_UBATCH, EngineServer, mtp, steps_of, wait_until
 from expert_servers import N_EXPERT, N_LAYER, N_USED, TRANSACTION, ExpertFleet, experts, stopped_at_the_end
 
 pytestmark = pytest.mark.engine
 
 MODELS = ["qwen3moe", "qwen4exp"]
-MTP = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
+MTP = mtp(3)
 N_SLOTS = 20
 N_LONG, N_SHORT, N_ANSWER = 300, 6, 24
 RETRY = "leave.retry_decode_buffers"

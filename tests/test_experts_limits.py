@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from engine_server import DECODE_UBATCH, PREFILL_UBATCH, EngineServer, wait_until
+from engine_server import DECODE_UBATCH, PREFILL_UBATCH, EngineServer, mtp, wait_until
 from expert_servers import (
     EXPERT_BYTES,
     LAYER_BYTES,
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 
 MODEL = "qwen3moe"
 MIB = 2**20
-MTP = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
+MTP = mtp(3)
 
 
 @pytest.fixture(scope="module")

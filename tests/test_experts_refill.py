@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engine_server import DECODE_UBATCH, MIN_TOKENS, PREFILL_UBATCH, EngineServer
+from engine_server import DECODE_UBATCH, MIN_TOKENS, PREFILL_UBATCH, EngineServer, mtp
 from expert_servers import EXPERT_BYTES, N_EXPERT, N_LAYER, N_USED, ExpertFleet, experts
 
 pytestmark = pytest.mark.engine
@@ -110,7 +110,7 @@ def test_all_at_once(servers: ExpertFleet, prompt, restore: str) -> None:
 @pytest.mark.parametrize("model", ["qwen4exp", "qwen35moe"])
 def test_with_a_draft(servers: ExpertFleet, prompt, model: str) -> None:
     """The slots of the draft's context are filled by the same rule."""
-    args = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "1")
+    args = mtp(1)
     server = servers.switching(model, N_SLOTS, *args, EXPERT_BATCH=2, RESTORE="prompt", REFILL_MIB=1)
     check(servers, server, model, prompt(model, 5), WARM, *args)
     check(servers, server, model, prompt(model, LONG), 3, *args)

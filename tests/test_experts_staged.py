@@ -8,14 +8,14 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from engine_server import DECODE_UBATCH, PREFILL_UBATCH, EngineServer, wait_until
-from expert_servers import LAYER_BYTES, N_LAYER, TRANSACTION, ExpertFleet, experts, stopped_at_the_end
+from engine_server import DECODE_UBATCH, PREFILL_UBATCH, EngineServer, mtp, wait_until
+from expert_servers import LAYER_BYTES, N_LAYER, ExpertFleet, experts, switching_until_the_end
 
 pytestmark = pytest.mark.engine
 
 N_SLOTS = 10
 NOTHING = "pin.register:*,pin.copy:*"  # is pinned
-MTP = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
+MTP = mtp(3)
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,8 @@ def servers(engine, stock_engine, model_path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def start(servers: ExpertFleet) -> Iterator[Callable[..., EngineServer]]:
-    with stopped_at_the_end(servers) as start_any:
-        yield lambda model, *args, **more: start_any(model, N_SLOTS, *args, **(TRANSACTION | more))
+    with switching_until_the_end(servers, N_SLOTS) as start_one:
+        yield start_one
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engine_server import DECODE_UBATCH, PREFILL_UBATCH, Answer, EngineServer, Fleet, both, steps_of, wait_until
+from engine_server import DECODE_UBATCH, PREFILL_UBATCH, Answer, EngineServer, Fleet, both, mtp, steps_of, wait_until
 
 pytestmark = pytest.mark.engine
 
 N_PROMPT = 700
 MODELS = ["qwen3moe", "qwen4exp"]
-MTP = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
+MTP = mtp(3)
 
 RETRY = "leave.retry_decode_buffers"
 ENTER, UNDO = steps_of("enter"), steps_of("undo")

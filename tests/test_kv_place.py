@@ -20,6 +20,7 @@ from engine_server import (
     assert_same_but_for_ties,
     both,
     clean_environment,
+    mtp,
     phase_environment,
     server_args,
 )
@@ -102,7 +103,7 @@ def test_phases(servers: KvFleet, prompt, model: str, chunk: str) -> None:
 @pytest.mark.parametrize("n_draft", [1, 7])
 def test_verify_batches(servers: KvFleet, prompt, n_draft: int) -> None:
     """The draft's layer has K/V of its own, in host memory too."""
-    model, args = "qwen4exp", ("--spec-type", "draft-mtp", "--spec-draft-n-max", str(n_draft))
+    model, args = "qwen4exp", mtp(n_draft)
     host, device = servers.host(model, *args), servers.device(model, *args)
     for n in (5, 2500):
         of_host, of_device = both(host, device, prompt(model, n), n=40)
@@ -255,7 +256,7 @@ def test_kept_rows_with_several_threads(servers: KvFleet, prompt) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 def test_kept_rows_in_verify_batches(servers: KvFleet, prompt, rows: str) -> None:
     """2 to 8 queries look up the union of their rows, where that fits."""
-    model, args = "qwen4exp", ("--spec-type", "draft-mtp", "--spec-draft-n-max", "7")
+    model, args = "qwen4exp", mtp(7)
     host, device = servers.host(model, *args, env={"LLAMA_PHASE_KV_ROWS": rows}), servers.device(model, *args)
     for n in (5, 1500, 40):
         of_host, of_device = both(host, device, prompt(model, n), n=40)
@@ -269,7 +270,7 @@ def test_beside_expert_slots(servers: KvFleet, prompt, n_draft: int, rows: str) 
     """What the product is for: experts and K/V in host memory, slots, ring and kept rows on the device, phases."""
     model = "qwen4exp"
     slots = phase_environment(EXPERT_SLOTS="16", EXPERT_BATCH="4", RING="2")
-    args = ("--no-repack", *(("--spec-type", "draft-mtp", "--spec-draft-n-max", str(n_draft)) if n_draft else ()))
+    args = ("--no-repack", *(mtp(n_draft) if n_draft else ()))
     host = servers.host(model, *args, env=slots | {"LLAMA_PHASE_KV_ROWS": rows})
     device = servers.device(model, *args, env=phase_environment())
     for n in (5, 1300, 7, 3000):
@@ -304,8 +305,8 @@ def test_kept_rows_of_a_state_that_is_replaced(servers: KvFleet, prompt, tmp_pat
     model = "qwen4exp-no-ple-exact" if n_draft else "qwen4exp"
     context = prompt(model, 900)
     question = [*context, *prompt(model, 30, seed=3)]
-    mtp = ("--spec-type", "draft-mtp", "--spec-draft-n-max", str(n_draft)) if n_draft else ()
-    args = (*server_args(DECODE_UBATCH, ctx=4096), *mtp, "--slot-save-path", str(tmp_path))
+    drafts = mtp(n_draft) if n_draft else ()
+    args = (*server_args(DECODE_UBATCH, ctx=4096), *drafts, "--slot-save-path", str(tmp_path))
     server = servers.fresh(model, *args, env=HOST | {"LLAMA_PHASE_KV_ROWS": rows})
     try:
         server.complete(context, n=1)

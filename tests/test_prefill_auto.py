@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from engine_server import DECODE_UBATCH, PREFILL_UBATCH, EngineServer
+from engine_server import DECODE_UBATCH, PREFILL_UBATCH, EngineServer, mtp
 from expert_servers import ExpertFleet, experts, stopped_at_the_end
 
 pytestmark = pytest.mark.engine
@@ -15,7 +15,7 @@ MODEL = "qwen3moe"
 MIB = 2**20
 SIZES = {"batch": 2048, "ctx": 4096}
 AUTO = {"PREFILL_MODE": "transaction", "PREFILL_UBATCH": "auto"}
-MTP = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
+MTP = mtp(3)
 
 
 @pytest.fixture(scope="module")

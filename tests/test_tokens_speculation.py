@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from engine_server import DECODE_UBATCH, MIN_TOKENS, PREFILL_UBATCH, Fleet, both
+from engine_server import DECODE_UBATCH, MIN_TOKENS, PREFILL_UBATCH, Fleet, both, mtp
 
 pytestmark = pytest.mark.engine
 
-MTP = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
+MTP = mtp(3)
 NGRAM = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "4", "--spec-ngram-simple-size-m", "6")
 
 
