@@ -8,7 +8,7 @@
 #   bench     python -m llama_phase.bench $BENCH_ARGS
 # and, when asked for:
 #   kv        tools/gpu_kv.py $KV_ARGS
-#   chunks    tools/first_difference.py on three models; gpu_engine.py --only-chunks is part of engine
+#   chunks    tools/first_difference.py on three models; gpu_engine.py --parts chunks is part of engine
 #   rest      tools/gpu_supervisor.py, then the bindings and tools/gpu_bindings.py; each within its own time, whatever the others do
 #   bindings  the second half of rest
 #

@@ -4,11 +4,12 @@
 usage: gpu_kv.py [--models DIR] [--big FILE] [--parts equal,rows,speed,more,all,stock,vram] [--depths N,...]
 
 equal  tiny models through llama-server, K/V on the host against K/V on the device, same batch split: tokens and
-       log-probabilities bit for bit; 1 and 4 streams, with and without MTP, with and without a switch of the phase, and
-       with experts in host memory and slots in both
+       log-probabilities bit for bit; 1 and 4 streams, with and without MTP, with and without a switch of the phase,
+       with experts in host memory and slots in both, and a dense model whose context is shifted
 rows   the same with several sizes of what the device keeps of host K/V (LLAMA_PHASE_KV_ROWS): a conversation that
        grows, forks and is saved, put aside and restored; MTP, also with verify batches of 7, which the scores of pools
-       have a kernel for; 4 streams; a prompt of 40000 tokens; the counters say that rows were found
+       have a kernel for; 4 streams, in turn and at once; a prompt of 40000 tokens; the counters say that rows were
+       found
 speed  llama-bench on the big model (made when it is missing, 13 GB): decode at depth, prefill of 32k; K/V on the
        device with the stock and with the fast selection, on the host with the fast one
 more   the same on the host with nothing kept on the device, and with the stock selection
@@ -124,6 +125,21 @@ def check_equal(models: Path) -> list[str]:
     return failures
 
 
+def check_context_shift(models: Path) -> list[str]:
+    """The rows of a dense model, forced to the host, are rotated in place."""
+    model = make_model("tiny-moe", models / "kv-tiny-moe.gguf")
+    out = []
+    for place in ("device", "host-all"):
+        flags = (*ALL_ON_GPU, "-np", "1", "--context-shift")
+        loaded = Settings.load(model=model, port=0, upstream=flags, **{**OFF, "kv": place, "ctx": 1024})
+        with Server(loaded) as server, server.client() as client:
+            got = client.completion(prompt_tokens(800, 1, 4000), 400, n_probs=3, ignore_eos=True)
+            out.append([(step["id"], step["logprob"]) for step in got.probabilities])
+    wrong = f"of {len(out[0])} and {len(out[1])} tokens" if out[0] != out[1] or len(out[0]) != 400 else ""
+    print(f"{'tiny-moe':9} {'context shift':20} {f'DIFFERS {wrong}' if wrong else 'equal'}", flush=True)
+    return [f"context shift: {wrong}"] if wrong else []
+
+
 def conversation(
     model: Path, environment: dict[str, Any], upstream: tuple[str, ...], streams: int, saved: Path
 ) -> tuple[list[list], dict]:
@@ -169,6 +185,20 @@ def one_long_prompt(
         return out, client.phase() or {}
 
 
+def at_once(
+    model: Path, environment: dict[str, Any], upstream: tuple[str, ...], streams: int, saved: Path
+) -> tuple[list[list], dict]:
+    """One request with a prompt for each stream, whose answers share their batches: as conversation()."""
+    del saved
+    settings = {**OFF, "ctx": 10240 * streams, **environment}
+    loaded = Settings.load(model=model, port=0, upstream=(*ALL_ON_GPU, *upstream), **settings)
+    with Server(loaded) as server, server.client() as client:
+        prompts = [prompt_tokens(4400 + 700 * stream, 31 + stream, 4000) for stream in range(streams)]
+        got = client.completion(prompts, 64, n_probs=3, ignore_eos=True).raw["value"]
+        steps = [answer["completion_probabilities"] for answer in sorted(got, key=lambda answer: answer["index"])]
+        return [[(step["id"], step["logprob"]) for step in answer] for answer in steps], client.phase() or {}
+
+
 def check_rows(models: Path) -> list[str]:
     """Rows: as many as positions (each has its own), fewer (the oldest go), too few for a verify batch."""
     failures = []
@@ -179,6 +209,7 @@ def check_rows(models: Path) -> list[str]:
             ("MTP", ("-np", "1", *MTP_ONE), 1, ("4200", "4000"), conversation),
             ("MTP 6", ("-np", "1", *MTP_SIX), 1, ("auto",), conversation),
             ("4 streams", ("-np", "4", "-no-kvu"), 4, ("auto",), conversation),
+            ("4 at once", ("-np", "4", "-no-kvu"), 4, ("auto",), at_once),
             ("40000", ("-np", "1"), 1, ("auto", "0"), one_long_prompt),
         ):
             expected, _ = asked(model, {"kv": "device"}, upstream, streams, Path(saved))
@@ -288,7 +319,7 @@ def main() -> int:
         parser.error(f"no such variants: {', '.join(sorted(unknown))}")
     options.models.mkdir(parents=True, exist_ok=True)
 
-    failures = check_equal(options.models) if "equal" in parts else []
+    failures = check_equal(options.models) + check_context_shift(options.models) if "equal" in parts else []
     failures += check_rows(options.models) if "rows" in parts else []
     record: dict[str, Any] = {}
     if set(parts) - {"equal", "rows"}:
