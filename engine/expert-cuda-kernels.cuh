@@ -77,7 +77,5 @@ cudaError_t phase_cuda_ring_start(phase_ring & ring, cudaStream_t stream);
 cudaError_t phase_cuda_ring_free(phase_ring & ring);
 
 // See phase_backend_api.
-const char * phase_cuda_pin(void * ptr, size_t size);
-void         phase_cuda_unpin(void * ptr);
 const char * phase_cuda_host_alloc(size_t size, void ** ptr);
 void         phase_cuda_host_free(void * ptr);

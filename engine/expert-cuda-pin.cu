@@ -1,8 +1,15 @@
 // Host memory that the GPUs read in place.
 
+#include "pinned-cuda.cuh"
+
 #include "expert-cuda-kernels.cuh"
+#include "pinned-pieces.h"
 
 #include <cstdio>
+#include <shared_mutex>
+
+static std::shared_mutex   pieces_lock;
+static phase_pinned_pieces pieces;
 
 static thread_local char failure[512];
 
@@ -50,8 +57,11 @@ const char * phase_cuda_pin(void * ptr, size_t size) {
     }
 
     switch (error) {
-        case cudaSuccess:
+        case cudaSuccess: {
+            std::unique_lock<std::shared_mutex> guard(pieces_lock);
+            pieces.add(ptr, size);
             return nullptr;
+        }
         case cudaErrorHostMemoryAlreadyRegistered:
             return fail("part of it is registered already (%s)", error);
         case cudaErrorMemoryAllocation:
@@ -63,7 +73,26 @@ const char * phase_cuda_pin(void * ptr, size_t size) {
 }
 
 void phase_cuda_unpin(void * ptr) {
+    {
+        std::unique_lock<std::shared_mutex> guard(pieces_lock);
+        pieces.remove(ptr);
+    }
     if (cudaHostUnregister(ptr) != cudaSuccess) {
         (void) cudaGetLastError();
     }
+}
+
+cudaError_t phase_cuda_copy_in(void * dst, const void * src, size_t size, cudaStream_t stream) {
+    std::shared_lock<std::shared_mutex> guard(pieces_lock);
+    size_t done = 0;
+    do {
+        const auto * from = (const char *) src + done;
+        const size_t n    = pieces.run(from, size - done);
+        const cudaError_t error = cudaMemcpyAsync((char *) dst + done, from, n, cudaMemcpyHostToDevice, stream);
+        if (error != cudaSuccess) {
+            return error;
+        }
+        done += n;
+    } while (done < size);
+    return cudaSuccess;
 }

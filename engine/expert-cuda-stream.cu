@@ -12,6 +12,7 @@
 
 #include "expert-cuda-kernels.cuh"
 #include "expert-staging.h"
+#include "pinned-cuda.cuh"
 
 #include <algorithm>
 #include <atomic>
@@ -20,10 +21,6 @@
 #include <mutex>
 #include <thread>
 #include <vector>
-
-#ifndef _WIN32
-#include <unistd.h>
-#endif
 
 namespace {
 
@@ -260,21 +257,6 @@ static cudaError_t create(phase_ring & ring, cudaStream_t stream) {
     return cudaSuccess;
 }
 
-// Memory is registered in pieces that end at page borders, and one copy must not span two: the page in which a tensor begins may
-// belong to the piece before.
-static cudaError_t copy_in(uint8_t * dst, const uint8_t * src, size_t size, cudaStream_t stream) {
-#ifndef _WIN32
-    static const size_t page = (size_t) sysconf(_SC_PAGESIZE);
-#else
-    static const size_t page = 4096;
-#endif
-    const size_t head = std::min(size, (page - (uintptr_t) src % page) % page);
-    if (head > 0) {
-        TRY(cudaMemcpyAsync(dst, src, head, cudaMemcpyHostToDevice, stream));
-    }
-    return size > head ? cudaMemcpyAsync(dst + head, src + head, size - head, cudaMemcpyHostToDevice, stream) : cudaSuccess;
-}
-
 static cudaError_t upload(ring_state & state, const phase_stream_op & op) {
     const int32_t index = op.position % state.regions.size();
     auto & r = state.regions[index];
@@ -294,7 +276,7 @@ static cudaError_t upload(ring_state & state, const phase_stream_op & op) {
         TRY(begin_copies(state, r));
         for (int32_t i = 0; i < op.n_tensors; ++i) {
             const auto & t = op.tensors[i];
-            TRY(copy_in(t.dst, t.src, op.n_expert*t.stride, state.copies));
+            TRY(phase_cuda_copy_in(t.dst, t.src, op.n_expert*t.stride, state.copies));
         }
         TRY(end_copies(state, r));
     }

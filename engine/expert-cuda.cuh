@@ -2,6 +2,8 @@
 
 // What ggml-cuda.cu calls.
 
+#include "pinned-cuda.cuh"
+
 #include "ggml-backend.h"
 
 #include <cstddef>

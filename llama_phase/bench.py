@@ -1,6 +1,6 @@
 """Side-by-side measurement of server configurations: one model, the same prompts, one run.
 
-    python -m llama_phase.bench MODEL [--suite cpu|gpu|restore|prefill|speculation|gpu2]
+    python -m llama_phase.bench MODEL [--suite cpu|gpu|prefetch|restore|prefill|speculation|gpu2]
         [--runs N] [--rounds N] [--only NAME]... [--json FILE]
     make bench-gpu MODEL=FILE      --suite gpu (SUITE=...), on the CUDA engine, into bench-gpu.json
 
@@ -167,53 +167,43 @@ HOST_EXPERTS = (*GPU, "--cpu-moe")
 PINNED = (*HOST_EXPERTS, "--load-mode", "none")
 
 
+def phase_slots(n: int) -> dict[str, Any]:
+    """Of a model with 10 experts per token."""
+    batch = min(8, n // 10)
+    return {
+        "prefill_mode": "transaction", "ctx": 16384, "ubatch": 512, "expert_slots": n, "expert_batch": batch
+    }  # fmt: skip
+
+
 def gpu_suite(threads: int) -> list[Configuration]:
     """All on the GPU, stock with host experts three ways, the honest rival, and ours with 64, 128, 256 slots."""
     more = ("-np", "1", "-t", str(threads), "--no-warmup")
     stock = {"prefill_mode": "off", "ctx": 16384}
-    phase = {"prefill_mode": "transaction", "ctx": 16384}
     return [
         Configuration("all on GPU, -ub 2048", {**stock, "ubatch": 2048}, (*GPU, *more)),
         Configuration("stock, mapped file", {**stock, "ubatch": 512}, (*HOST_EXPERTS, *more)),
         Configuration("stock, pinned, -ub 512", {**stock, "ubatch": 512}, (*PINNED, *more)),
         Configuration("stock, pinned, -ub 2048", {**stock, "ubatch": 2048}, (*PINNED, *more)),
+        *(Configuration(f"phase, {n} slots", phase_slots(n), (*HOST_EXPERTS, *more)) for n in (64, 128, 256)),
         *(
             Configuration(
-                f"phase, {n} slots",
-                {**phase, "ubatch": 512, "expert_slots": n, "expert_batch": min(8, n // 10)},
-                (*HOST_EXPERTS, *more),
-            )
-            for n in (64, 128, 256)
-        ),
-        *(
-            Configuration(
-                f"phase, 128 slots, prefill {n}",
-                {**phase, "ubatch": 512, "expert_slots": 128, "prefill_ubatch": n},
-                (*HOST_EXPERTS, *more),
+                f"phase, 128 slots, prefill {n}", {**phase_slots(128), "prefill_ubatch": n}, (*HOST_EXPERTS, *more)
             )
             for n in (4096, 8192)
         ),
         *(
-            Configuration(
-                f"phase, {slots} slots, prefetch {n}",
-                {**phase, "ubatch": 512, "expert_slots": slots, "prefetch": n},
-                (*HOST_EXPERTS, *more),
-            )
-            for slots, n in ((64, 0), (128, 0), (256, 0), (128, 4), (128, 14), (256, 14))
+            Configuration(f"phase, {n} slots, prefetch 0", {**phase_slots(n), "prefetch": 0}, (*HOST_EXPERTS, *more))
+            for n in (64, 128, 256)
         ),
         Configuration(
             "phase, 128 slots, prefill 8192, chunked",
-            {**phase, "ubatch": 512, "expert_slots": 128, "prefill_ubatch": 8192, "chunk": "auto"},
+            {**phase_slots(128), "prefill_ubatch": 8192, "chunk": "auto"},
             (*HOST_EXPERTS, *more),
         ),
-        Configuration(
-            "phase, 128 slots, loaded",
-            {**phase, "ubatch": 512, "expert_slots": 128},
-            (*PINNED, *more),
-        ),
+        Configuration("phase, 128 slots, loaded", phase_slots(128), (*PINNED, *more)),
         Configuration(
             "phase, 128 slots, MTP",
-            {**phase, "ubatch": 512, "expert_slots": 128},
+            phase_slots(128),
             (*HOST_EXPERTS, *more, "--spec-type", "draft-mtp", "--spec-draft-n-max", "3"),
         ),
         Configuration(
@@ -221,6 +211,15 @@ def gpu_suite(threads: int) -> list[Configuration]:
             {**stock, "ubatch": 2048, "expert_slots": 64, "expert_batch": 6},
             (*HOST_EXPERTS, *more),
         ),
+    ]
+
+
+def prefetch_suite(threads: int) -> list[Configuration]:
+    """How many experts are predicted per token."""
+    more = (*HOST_EXPERTS, "-np", "1", "-t", str(threads), "--no-warmup")
+    return [
+        Configuration(f"phase, {slots} slots, prefetch {n}", {**phase_slots(slots), "prefetch": n}, more)
+        for slots, n in ((128, 0), (128, 4), (128, 10), (128, 14), (256, 0), (256, 14))
     ]
 
 
@@ -329,6 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     suites = {
         "cpu": cpu_suite,
         "gpu": gpu_suite,
+        "prefetch": prefetch_suite,
         "prefill": prefill_suite,
         "gpu2": gpu2_suite,
     }

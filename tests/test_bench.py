@@ -12,8 +12,10 @@ import pytest
 from engine_server import ROOT
 from rich.console import Console
 
-from llama_phase.bench import gpu_suite, table, upload_gb_per_s
-from llama_phase.bench_prefill import gpu2_suite
+from llama_phase.bench import gpu_suite, prefetch_suite, table, upload_gb_per_s
+from llama_phase.bench_prefill import gpu2_suite, prefill_suite
+from llama_phase.bench_restore import restore_suite
+from llama_phase.bench_speculation import speculation_suite
 
 
 def sample(**changes: Any) -> dict[str, Any]:
@@ -52,6 +54,18 @@ def test_one_gpu_and_two_are_compared_where_copies_bound_the_prompt() -> None:
     assert one.settings == two.settings and one.settings["prefill_ubatch"] == 1024
     assert set(two.upstream) - set(one.upstream) == {"-ts", "1,1"}
     assert set(one.upstream) - set(two.upstream) == {"--device", "CUDA0"}
+
+
+def test_no_configuration_asks_for_fewer_slots_than_the_engine_takes() -> None:
+    suites = [
+        *(suite(8) for suite in (gpu_suite, prefetch_suite, prefill_suite, gpu2_suite)),
+        restore_suite(8, "64,128"),
+        speculation_suite(8, "128", (0.5,)),
+    ]
+    asked = [one for suite in suites for one in suite if "expert_slots" in one.settings]
+    assert len(asked) > 20
+    for one in asked:
+        assert int(one.settings["expert_slots"]) >= 10 * one.settings.get("expert_batch", 8), one.name
 
 
 def test_the_static_rival_is_in_the_gpu_suite() -> None:

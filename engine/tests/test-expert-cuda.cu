@@ -914,6 +914,30 @@ static void test_pin() {
         std::printf("pin: one copy over two registrations: %s\n", cudaGetErrorString(error));
         phase_cuda_unpin(map);
         phase_cuda_unpin(map + size/2);
+
+        // two side by side with memory of none around them and a hole behind: from, to and over each border
+        EXPECT(!phase_cuda_pin(map + 8*page, 8*page) && !phase_cuda_pin(map + 16*page, 8*page) && !phase_cuda_pin(map + 32*page, page), "three pieces");
+        const size_t borders[] = { 0, 8*page, 16*page, 24*page, 32*page, 33*page, size };
+        for (const size_t begin : borders) {
+            for (const size_t end : borders) {
+                for (const size_t inward : { size_t(0), size_t(33) }) {
+                    if (begin + 2*inward >= end) {
+                        continue;
+                    }
+                    const size_t n = end - begin - 2*inward;
+                    device_bytes copied(n, 0xAA);
+                    CHECK(phase_cuda_copy_in(copied.data, map + begin + inward, n, cudaStreamPerThread));
+                    CHECK(cudaStreamSynchronize(cudaStreamPerThread));
+                    EXPECT(copied.read() == std::vector<uint8_t>(content.begin() + begin + inward, content.begin() + end - inward),
+                            "copied from %zu to %zu", begin, end);
+                }
+            }
+        }
+        device_bytes nothing(1, 0);
+        CHECK(phase_cuda_copy_in(nothing.data, map, 0, cudaStreamPerThread));
+        for (const size_t first : { 8, 16, 32 }) {
+            phase_cuda_unpin(map + first*page);
+        }
     }
     munmap(map, size);
 
