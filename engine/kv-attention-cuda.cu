@@ -52,10 +52,7 @@ void phase_cuda_kv_rows_reset(phase_kv_rows * rows) {
 }
 
 void phase_cuda_kv_rows_count(const phase_kv_rows * rows, phase_kv_rows_counters * counters) {
-    const volatile auto & now = *rows->counters;
-    counters->looked_up = now.looked_up;
-    counters->missed    = now.missed;
-    counters->runs      = now.runs;
+    phase_cuda_kv_rows_totals(rows, counters);
 }
 
 static phase_kv_rows * find_rows(const ggml_tensor * view) {

@@ -26,7 +26,7 @@ struct phase_kv_rows_shape {
     int32_t         n_slots;
 };
 
-// Written by the kernels, read by the host at any time.
+// Counted by the kernels; the host may ask at any time.
 struct phase_kv_rows_counters {
     uint64_t looked_up; // rows in lists
     uint64_t missed;    // rows copied

@@ -8,7 +8,12 @@
 
 #include <cuda_runtime.h>
 
-// The rows of one layer; all memory but `counters` is the device's. Its address and those in it do not change while it lives.
+// Blocks of a lookup: one finds, the others copy, a row of K and V per warp and turn. 32 x 32 rows of 2 KiB are more than the link has in
+// flight, and so few start quickly.
+constexpr int PHASE_CUDA_KV_ROWS_BLOCKS = 1 + 32;
+
+// The rows of one layer, in the device's memory. Its address and those in it do not change while it lives. Kernels of a layer run one
+// after the other.
 struct phase_kv_rows {
     phase_kv_rows_shape shape;
     phase_kv_rows_state state;
@@ -17,9 +22,8 @@ struct phase_kv_rows {
     uint8_t * k;     // [n_slots] rows
     uint8_t * v;
     void    * zeros; // n_slots halves: the mask of a row that is in a list
-    uint64_t * totals; // looked up, missed, runs
-
-    phase_kv_rows_counters * counters; // pinned, what the kernels write and the host reads
+    phase_kv_rows_counters * totals;
+    uint32_t               * turns; // [PHASE_CUDA_KV_ROWS_BLOCKS] how far each block of a lookup is; see find_and_copy
 };
 
 // One list per query, of n_max entries each: a row of the query's sequence, -1 behind the last.
@@ -58,15 +62,18 @@ void         phase_cuda_kv_rows_free(phase_kv_rows * rows);
 // Forgets all rows. The device is idle.
 void phase_cuda_kv_rows_forget_all(phase_kv_rows * rows);
 
-// Queues two kernels: lookup, which turns rows into slots, then copy. May be captured. n_lists*n_max at most n_slots.
+// What was counted by lookups that have ended; zeros when the device cannot be asked. Any thread may ask, also while another captures.
+void phase_cuda_kv_rows_totals(const phase_kv_rows * rows, phase_kv_rows_counters * counters);
+
+// Queues a kernel that turns rows into slots and copies what is missing. May be captured. n_lists*n_max at most n_slots.
 cudaError_t phase_cuda_kv_rows_find(const phase_kv_rows & rows, const phase_cuda_row_lists & lists, cudaStream_t stream);
 
-// Queues three kernels: lookup, copy, and one that puts the rows side by side: k and v [n_sequences][n_rows]. May be captured. At most
-// n_slots rows in all.
+// Queues two kernels: the same for a range, and one that puts the rows side by side: k and v [n_sequences][n_rows]. May be captured. At
+// most n_slots rows in all.
 cudaError_t phase_cuda_kv_rows_gather(const phase_kv_rows & rows, const phase_cuda_row_range & range, void * k, void * v, cudaStream_t stream);
 
 // Queues, before the writes, a kernel that forgets what is written; more rows than n_in_place become pending.
 cudaError_t phase_cuda_kv_rows_forget(const phase_cuda_written * written, int n, int32_t n_in_place, cudaStream_t stream);
 
-// Queues, behind the writes, two kernels that look up and copy what is pending.
+// Queues, behind the writes, a kernel that looks up and copies what is pending.
 cudaError_t phase_cuda_kv_rows_settle(const phase_cuda_written * written, int n, cudaStream_t stream);

@@ -27,7 +27,7 @@ struct host_rows {
     }
 
     void find(const std::vector<int32_t> & rows) {
-        const int32_t n = phase_kv_rows_lookup(group, state, shared, [&](int32_t i) { return (int64_t) rows[i]; }, (int32_t) rows.size());
+        const int32_t n = phase_kv_rows_lookup(group, state, shared, phase_kv_rows_list { rows.data() }, (int32_t) rows.size());
         for (int32_t i = 0; i < n; ++i) {
             const size_t row = state.jobs[2*i], slot = state.jobs[2*i + 1];
             std::memcpy(&k[slot*shape.k_bytes], shape.k + row*shape.k_bytes, shape.k_bytes);

@@ -8,6 +8,7 @@
 #include "../kv-rows-cuda.cu"
 
 #include "check-cuda.h"
+#include "kv-rows-tables.h"
 
 #include <algorithm>
 #include <cstring>
@@ -41,24 +42,22 @@ struct device_array {
     }
 };
 
-static constexpr int K_BYTES = 1024;
-static constexpr int V_BYTES = 512;
-
 // K/V of a layer in pinned memory: each 4-byte word of a row is its version.
 struct layer {
-    int             n_rows, n_slots;
+    int             n_rows, n_slots, k_bytes, v_bytes;
     uint8_t       * k = nullptr;
     uint8_t       * v = nullptr;
     phase_kv_rows * rows = nullptr;
     uint32_t        version = 0;
 
-    layer(int n_rows, int n_slots) : n_rows(n_rows), n_slots(n_slots) {
-        CHECK(cudaHostAlloc(&k, (size_t) n_rows*K_BYTES, cudaHostAllocPortable | cudaHostAllocMapped));
-        CHECK(cudaHostAlloc(&v, (size_t) n_rows*V_BYTES, cudaHostAllocPortable | cudaHostAllocMapped));
+    layer(int n_rows, int n_slots, int k_bytes = 1024, int v_bytes = 512) :
+        n_rows(n_rows), n_slots(n_slots), k_bytes(k_bytes), v_bytes(v_bytes) {
+        CHECK(cudaHostAlloc(&k, (size_t) n_rows*k_bytes, cudaHostAllocPortable | cudaHostAllocMapped));
+        CHECK(cudaHostAlloc(&v, (size_t) n_rows*v_bytes, cudaHostAllocPortable | cudaHostAllocMapped));
         for (int row = 0; row < n_rows; ++row) {
             change(row);
         }
-        const char * why = phase_cuda_kv_rows_new(0, { k, v, K_BYTES, V_BYTES, n_rows, n_slots }, &rows);
+        const char * why = phase_cuda_kv_rows_new(0, { k, v, (size_t) k_bytes, (size_t) v_bytes, n_rows, n_slots }, &rows);
         if (why) {
             std::fprintf(stderr, "%s\n", why);
             std::exit(1);
@@ -72,13 +71,13 @@ struct layer {
 
     void change(int row) {
         ++version;
-        std::fill_n((uint32_t *) (k + (size_t) row*K_BYTES), K_BYTES/4, version);
-        std::fill_n((uint32_t *) (v + (size_t) row*V_BYTES), V_BYTES/4, version ^ 0xffffu);
+        std::fill_n((uint32_t *) (k + (size_t) row*k_bytes), k_bytes/4, version);
+        std::fill_n((uint32_t *) (v + (size_t) row*v_bytes), v_bytes/4, version ^ 0xffffu);
     }
 
     // every list entry is a slot with the bytes of its row, and -1 where it was
     bool holds(const std::vector<int32_t> & lists, const std::vector<int32_t> & slots, int n_max, int per_sequence, int first, int stride) const {
-        std::vector<uint8_t> dk((size_t) n_slots*K_BYTES), dv((size_t) n_slots*V_BYTES);
+        std::vector<uint8_t> dk((size_t) n_slots*k_bytes), dv((size_t) n_slots*v_bytes);
         CHECK(cudaMemcpy(dk.data(), rows->k, dk.size(), cudaMemcpyDeviceToHost));
         CHECK(cudaMemcpy(dv.data(), rows->v, dv.size(), cudaMemcpyDeviceToHost));
         for (size_t i = 0; i < lists.size(); ++i) {
@@ -90,40 +89,41 @@ struct layer {
             }
             const size_t row  = first + (i/n_max/per_sequence)*stride + lists[i];
             const int    slot = slots[i];
-            if (slot < 0 || slot >= n_slots || std::memcmp(&dk[(size_t) slot*K_BYTES], k + row*K_BYTES, K_BYTES) != 0 ||
-                    std::memcmp(&dv[(size_t) slot*V_BYTES], v + row*V_BYTES, V_BYTES) != 0) {
+            if (slot < 0 || slot >= n_slots || std::memcmp(&dk[(size_t) slot*k_bytes], k + row*k_bytes, k_bytes) != 0 ||
+                    std::memcmp(&dv[(size_t) slot*v_bytes], v + row*v_bytes, v_bytes) != 0) {
                 return false;
             }
         }
         return true;
     }
 
-    bool consistent() const {
-        const auto words = [&](const void * at, int n) {
+    phase_kv_rows_counters counted() const {
+        phase_kv_rows_counters counters {};
+        phase_cuda_kv_rows_totals(rows, &counters);
+        return counters;
+    }
+
+    kv_rows_tables tables() const {
+        return kv_rows_tables::of(rows->state, [](const int32_t * at, int32_t n) {
             std::vector<int32_t> host(n);
             CHECK(cudaMemcpy(host.data(), at, n*sizeof(int32_t), cudaMemcpyDeviceToHost));
             return host;
-        };
-        const auto map = words(rows->state.map, n_rows), owner = words(rows->state.owner, n_slots);
-        for (int row = 0; row < n_rows; ++row) {
-            if (map[row] != PHASE_KV_ROWS_NONE && (map[row] < 0 || map[row] >= n_slots || owner[map[row]] != row)) {
-                return false;
-            }
-        }
-        for (int slot = 0; slot < n_slots; ++slot) {
-            if (owner[slot] != PHASE_KV_ROWS_NONE && map[owner[slot]] != slot) {
-                return false;
-            }
-        }
-        return true;
+        });
     }
+
+    bool consistent() const { return tables().consistent(); }
 };
 
-static std::vector<int32_t> random_lists(std::mt19937 & random, int n_lists, int n_max, int n_rows, std::vector<int32_t> & counts) {
+// `alike`: the newest rows, but for a few
+static std::vector<int32_t> random_lists(std::mt19937 & random, int n_lists, int n_max, int n_rows, bool alike,
+        std::vector<int32_t> & counts) {
     std::vector<int32_t> lists;
     for (int list = 0; list < n_lists; ++list) {
         std::set<int32_t> chosen;
         const int n = random() % (std::min(n_max, n_rows) + 1);
+        for (int i = 0; alike && i < n - 20; ++i) {
+            chosen.insert(n_rows - 1 - i);
+        }
         while ((int) chosen.size() < n) {
             chosen.insert(random() % n_rows);
         }
@@ -135,12 +135,12 @@ static std::vector<int32_t> random_lists(std::mt19937 & random, int n_lists, int
 }
 
 // lookups, writes and resets in random order
-static void test_random(int n_rows, int n_slots, int n_sequences, int n_steps) {
+static void test_random(int n_rows, int n_slots, int n_sequences, int n_steps, int k_bytes = 1024, int v_bytes = 512) {
     std::mt19937 random(n_rows + n_slots);
-    layer        kept(n_rows, n_slots);
+    layer        kept(n_rows, n_slots, k_bytes, v_bytes);
     cudaStream_t stream;
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    device_array<int32_t> lists(n_slots), counts(64);
+    device_array<int32_t> lists(n_slots), counts(64), slots(n_slots), slot_counts(64);
     device_array<int64_t> ids(n_rows);
     uint64_t looked_up = 0;
     for (int step = 0; step < n_steps; ++step) {
@@ -181,15 +181,28 @@ static void test_random(int n_rows, int n_slots, int n_sequences, int n_steps) {
             continue;
         }
         std::vector<int32_t> n_chosen;
-        const auto chosen = random_lists(random, n_lists, n_max, stride, n_chosen);
+        const auto chosen = random_lists(random, n_lists, n_max, stride, random() % 2, n_chosen);
+        std::vector<int32_t> wanted;
+        for (size_t i = 0; i < chosen.size(); ++i) {
+            wanted.push_back(chosen[i] < 0 ? -1 : (int32_t) (i/n_max/queries)*stride + chosen[i]);
+        }
         lists.set(chosen);
         counts.set(n_chosen);
-        CHECK(phase_cuda_kv_rows_find(*kept.rows, { lists.data, counts.data, lists.data, counts.data, n_lists, n_max, queries, 0, stride }, stream));
+        const bool in_place = random() % 2;
+        auto &     found    = in_place ? lists : slots;
+        const auto before   = kept.tables();
+        const auto missed   = kept.counted().missed;
+        CHECK(phase_cuda_kv_rows_find(*kept.rows, { lists.data, counts.data, found.data, in_place ? counts.data : slot_counts.data, n_lists, n_max,
+                queries, 0, stride }, stream));
         CHECK(cudaStreamSynchronize(stream));
-        report(kept.holds(chosen, lists.get(chosen.size()), n_max, queries, 0, stride), "rows", step, n_slots);
-        report(kept.consistent(), "tables", step, n_slots);
+        const auto   after = kept.tables();
+        const char * wrong = kv_rows_judge(before, after, wanted);
+        report(!wrong, wrong ? wrong : "policy", step, n_slots);
+        report(kept.holds(chosen, found.get(chosen.size()), n_max, queries, 0, stride), "rows", step, n_slots);
+        report((in_place ? counts : slot_counts).get(n_lists) == n_chosen, "counts", step, n_slots);
+        report(kept.counted().missed - missed == (uint64_t) after.head[PHASE_KV_ROWS_N_JOBS], "counted as missed", step, n_slots);
         looked_up += std::accumulate(n_chosen.begin(), n_chosen.end(), (uint64_t) 0);
-        report(kept.rows->counters->looked_up == looked_up, "counted", step, n_slots);
+        report(kept.counted().looked_up == looked_up, "counted", step, n_slots);
     }
     CHECK(cudaStreamDestroy(stream));
 }
@@ -198,20 +211,20 @@ static void test_random(int n_rows, int n_slots, int n_sequences, int n_steps) {
 static void test_gather(int n_rows, int n_slots, int n_sequences, int n) {
     layer kept(n_rows, n_slots);
     const int stride = n_rows/n_sequences, first = stride > n ? 1 : 0;
-    device_array<uint8_t> k((size_t) n*n_sequences*K_BYTES), v((size_t) n*n_sequences*V_BYTES);
+    device_array<uint8_t> k((size_t) n*n_sequences*kept.k_bytes), v((size_t) n*n_sequences*kept.v_bytes);
     for (int turn = 0; turn < 3; ++turn) {
         CHECK(phase_cuda_kv_rows_gather(*kept.rows, { n, n_sequences, first, stride }, k.data, v.data, cudaStreamPerThread));
         CHECK(cudaStreamSynchronize(cudaStreamPerThread));
-        const auto got_k = k.get((size_t) n*n_sequences*K_BYTES), got_v = v.get((size_t) n*n_sequences*V_BYTES);
+        const auto got_k = k.get((size_t) n*n_sequences*kept.k_bytes), got_v = v.get((size_t) n*n_sequences*kept.v_bytes);
         bool same = true;
         for (int i = 0; i < n*n_sequences; ++i) {
             const size_t row = first + (i/n)*stride + i%n;
-            same = same && std::memcmp(&got_k[(size_t) i*K_BYTES], kept.k + row*K_BYTES, K_BYTES) == 0;
-            same = same && std::memcmp(&got_v[(size_t) i*V_BYTES], kept.v + row*V_BYTES, V_BYTES) == 0;
+            same = same && std::memcmp(&got_k[(size_t) i*kept.k_bytes], kept.k + row*kept.k_bytes, kept.k_bytes) == 0;
+            same = same && std::memcmp(&got_v[(size_t) i*kept.v_bytes], kept.v + row*kept.v_bytes, kept.v_bytes) == 0;
         }
         report(same, "side by side", n, n_slots);
         report(kept.consistent(), "tables", n, n_slots);
-        report(kept.rows->counters->missed == (uint64_t) n*n_sequences*(turn/2 + 1), "copied once", turn, n_slots);
+        report(kept.counted().missed == (uint64_t) n*n_sequences*(turn/2 + 1), "copied once", turn, n_slots);
         if (turn == 1) {
             phase_cuda_kv_rows_forget_all(kept.rows);
             for (int row = 0; row < n_rows; ++row) {
@@ -229,10 +242,10 @@ static void test_policy() {
         std::iota(rows.begin(), rows.end(), first);
         lists.set(rows);
         counts.set({ n });
-        const uint64_t before = kept.rows->counters->missed;
+        const uint64_t before = kept.counted().missed;
         CHECK(phase_cuda_kv_rows_find(*kept.rows, { lists.data, counts.data, lists.data, counts.data, 1, n, 1, 0, 0 }, cudaStreamPerThread));
         CHECK(cudaStreamSynchronize(cudaStreamPerThread));
-        return (int) (kept.rows->counters->missed - before);
+        return (int) (kept.counted().missed - before);
     };
     report(find(0, 3000) == 3000, "all missing", 0, 0);
     report(find(0, 3000) == 0, "all there", 0, 0);
@@ -302,11 +315,13 @@ int main(int argc, char ** argv) {
     }
     const bool small = argc > 1 && std::string(argv[1]) == "small";
     for (const int n_sequences : { 1, 4 }) {
-        test_random(64, 24, n_sequences, small ? 20 : 200);
-        test_random(64, 64, n_sequences, small ? 20 : 200);
+        test_random(64, 24, n_sequences, small ? 12 : 200);
+        test_random(64, 64, n_sequences, small ? 12 : 200);
         test_random(4000, 2500, n_sequences, small ? 5 : 60);
-        test_random(30000, 20000, n_sequences, small ? 2 : 20);
+        test_random(30000, 20000, n_sequences, small ? 3 : 40);
     }
+    test_random(300, 200, 1, small ? 5 : 100, 2064, 1040); // more than a warp has in flight
+    test_random(300, 200, 1, small ? 5 : 100, 16, 32);
     test_policy();
     test_gather(1000, 1000, 1, 256);
     test_gather(1000, 512, 2, 256);

@@ -1,6 +1,7 @@
 // Rows kept on the device: every slot that is used holds its row's newest bytes, whatever was asked, written and forgotten before.
 
 #include "check.h"
+#include "kv-rows-tables.h"
 #include "kv-rows.h"
 
 #include <algorithm>
@@ -40,38 +41,27 @@ struct layer {
     }
 
     int32_t settle() { // the end of a prompt's micro-batch
-        return copy(phase_kv_rows_lookup(g, s, shared, [&](int32_t i) { return (int64_t) s.pending[i]; }, s.head[PHASE_KV_ROWS_N_PENDING]));
+        return copy(phase_kv_rows_lookup(g, s, shared, phase_kv_rows_list { s.pending }, s.head[PHASE_KV_ROWS_N_PENDING]));
     }
 
     int32_t read(const std::vector<int32_t> & rows) {
-        const int32_t n_jobs = copy(phase_kv_rows_lookup(g, s, shared, [&](int32_t i) { return (int64_t) rows[i]; }, (int32_t) rows.size()));
-        std::set<int32_t> slots, distinct;
-        for (const auto row : rows) {
-            if (row >= 0) {
-                const int32_t slot = s.map[row];
-                CHECK(slot >= 0 && slot < s.n_slots);
-                CHECK(device[slot] == host[row]);
-                slots.insert(slot);
-                distinct.insert(row);
-            }
+        const auto before = tables();
+        auto       slots  = rows; // in place
+        const int32_t n_jobs = copy(phase_kv_rows_lookup(g, s, shared, phase_kv_rows_list { slots.data() }, (int32_t) rows.size(), slots.data()));
+        for (size_t i = 0; i < rows.size(); ++i) {
+            CHECK(slots[i] == (rows[i] < 0 ? PHASE_KV_ROWS_NONE : s.map[rows[i]]));
+            CHECK(rows[i] < 0 || (slots[i] >= 0 && device[slots[i]] == host[rows[i]]));
         }
-        CHECK(slots.size() == distinct.size());
+        const char * wrong = kv_rows_judge(before, tables(), rows);
+        CHECK_EQ(std::string(wrong ? wrong : ""), "");
         return n_jobs;
     }
 
-    bool consistent() const {
-        for (int32_t row = 0; row < s.n_rows; ++row) {
-            if (s.map[row] != PHASE_KV_ROWS_NONE && (s.map[row] < 0 || s.owner[s.map[row]] != row)) {
-                return false;
-            }
-        }
-        for (int32_t slot = 0; slot < s.n_slots; ++slot) {
-            if (s.owner[slot] != PHASE_KV_ROWS_NONE && s.map[s.owner[slot]] != slot) {
-                return false;
-            }
-        }
-        return true;
+    kv_rows_tables tables() const {
+        return kv_rows_tables::of(s, [](const int32_t * at, int32_t n) { return std::vector<int32_t>(at, at + n); });
     }
+
+    bool consistent() const { return tables().consistent(); }
 };
 
 std::vector<int32_t> some(std::mt19937 & random, int32_t n_rows, int32_t n) {
@@ -115,6 +105,54 @@ TEST(random_steps) {
             CHECK(kept.consistent());
         }
     }
+}
+
+// as generation does: the rows of the step before, but for a few
+TEST(steps_that_are_much_alike) {
+    std::mt19937 random(2);
+    const int32_t windows[] = { PHASE_KV_ROWS_SMALL_WINDOW, PHASE_KV_ROWS_WINDOW };
+    for (const int32_t n_slots : { 700, windows[0], windows[0] + 1, 3*windows[0] - 5, windows[1], 2*windows[1] + 3 }) {
+        layer kept(4*n_slots, n_slots);
+        std::vector<int32_t> rows;
+        for (int32_t i = 0; i < n_slots/3; ++i) {
+            rows.push_back(i);
+        }
+        for (int step = 0; step < 100; ++step) {
+            const int32_t n_other = step % 10 == 0 ? n_slots/4 : (int32_t) (random() % (PHASE_KV_ROWS_FEW + 3));
+            for (int32_t i = 0; i < n_other; ++i) {
+                rows[random() % rows.size()] = (int32_t) (random() % kept.s.n_rows);
+            }
+            kept.write({ rows[random() % rows.size()] });
+            kept.read(rows);
+        }
+    }
+}
+
+TEST(a_small_window_with_too_few_victims) {
+    const int32_t n_slots = 4*PHASE_KV_ROWS_SMALL_WINDOW;
+    layer kept(2*n_slots, n_slots);
+    std::vector<int32_t> all, first;
+    for (int32_t i = 0; i < n_slots; ++i) {
+        all.push_back(i);
+    }
+    kept.read(all);
+    const int32_t hand = kept.s.head[PHASE_KV_ROWS_HAND];
+    for (int32_t i = 0; i < PHASE_KV_ROWS_SMALL_WINDOW - 1; ++i) {
+        first.push_back(kept.s.owner[(hand + i) % n_slots]);
+    }
+    first.push_back(n_slots);
+    first.push_back(n_slots + 1);
+    CHECK(kept.read(first) == 2);
+    CHECK(kept.read(first) == 0);
+}
+
+TEST(lists_of_none_and_of_one_row) {
+    layer kept(100, 10);
+    CHECK(kept.read({}) == 0);
+    CHECK(kept.read({ -1, -1, -1 }) == 0);
+    CHECK(kept.read({ 99, 99, -1, 99, 99, 99, 99, 99, 99 }) == 1);
+    CHECK(kept.read({ 99 }) == 0);
+    CHECK(kept.read({ 0 }) == 1);
 }
 
 TEST(least_recently_used_goes_first) {

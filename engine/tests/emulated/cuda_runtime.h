@@ -232,6 +232,13 @@ inline int      atomicCAS(int * at, int expected, int value) {
 }
 
 template <typename T> T __ldcs(const T * at) { return *at; }
+template <typename T> T __ldcg(const T * at) { return *at; }
+
+// Blocks run one after the other: what a block waits for was done by one before it, or never comes.
+inline void __nanosleep(unsigned) {
+    std::fprintf(stderr, "emulated: a block that waits for a later one\n");
+    std::abort();
+}
 
 // launches with attributes; a kernel runs when its predecessor has ended
 enum { cudaLaunchAttributeProgrammaticStreamSerialization };
@@ -281,6 +288,7 @@ inline cudaError_t  cudaFree(void * at)                      { std::free(at); re
 inline cudaError_t  cudaFreeHost(void * at)                  { std::free(at); return cudaSuccess; }
 inline cudaError_t  cudaMemset(void * at, int value, size_t size) { std::memset(at, value, size); return cudaSuccess; }
 inline cudaError_t  cudaMemcpy(void * to, const void * from, size_t size, cudaMemcpyKind) { std::memcpy(to, from, size); return cudaSuccess; }
+inline cudaError_t  cudaMemcpyAsync(void * to, const void * from, size_t size, cudaMemcpyKind kind, cudaStream_t) { return cudaMemcpy(to, from, size, kind); }
 inline cudaError_t  cudaStreamCreateWithFlags(cudaStream_t * stream, unsigned) { *stream = nullptr; return cudaSuccess; }
 inline cudaError_t  cudaStreamSynchronize(cudaStream_t)      { return cudaSuccess; }
 inline cudaError_t  cudaStreamDestroy(cudaStream_t)          { return cudaSuccess; }
