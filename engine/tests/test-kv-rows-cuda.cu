@@ -112,6 +112,13 @@ struct layer {
     }
 
     bool consistent() const { return tables().consistent(); }
+
+    // no block of a lookup is ahead of another, or it waits for ever some time
+    bool turns_agree() const {
+        std::vector<uint32_t> turns(PHASE_CUDA_KV_ROWS_BLOCKS);
+        CHECK(cudaMemcpy(turns.data(), rows->turns, turns.size()*sizeof(uint32_t), cudaMemcpyDeviceToHost));
+        return std::count(turns.begin(), turns.end(), turns[0]) == (int) turns.size();
+    }
 };
 
 // `alike`: the newest rows, but for a few
@@ -160,6 +167,7 @@ static void test_random(int n_rows, int n_slots, int n_sequences, int n_steps, i
                 CHECK(phase_cuda_kv_rows_settle(written, 1, stream));
                 CHECK(cudaStreamSynchronize(stream));
                 report(kept.consistent(), "tables after a prompt", step, n_slots);
+                report(kept.turns_agree(), "turns after a prompt", step, n_slots);
             }
         } else if (random() % 10 == 0) {
             if (random() % 2) {
@@ -199,6 +207,7 @@ static void test_random(int n_rows, int n_slots, int n_sequences, int n_steps, i
         const char * wrong = kv_rows_judge(before, after, wanted);
         report(!wrong, wrong ? wrong : "policy", step, n_slots);
         report(kept.holds(chosen, found.get(chosen.size()), n_max, queries, 0, stride), "rows", step, n_slots);
+        report(kept.turns_agree(), "turns", step, n_slots);
         report((in_place ? counts : slot_counts).get(n_lists) == n_chosen, "counts", step, n_slots);
         report(kept.counted().missed - missed == (uint64_t) after.head[PHASE_KV_ROWS_N_JOBS], "counted as missed", step, n_slots);
         looked_up += std::accumulate(n_chosen.begin(), n_chosen.end(), (uint64_t) 0);
@@ -356,6 +365,12 @@ int main(int argc, char ** argv) {
         test_random(4000, 2500, n_sequences, small ? 5 : 60);
         test_random(30000, 20000, n_sequences, small ? 3 : 40);
     }
+#ifndef __CUDACC__
+    emulated::state().together = true; // as a GPU has them: blocks wait for each other
+    test_random(3000, 2000, 1, 6);
+    test_random(3000, 2000, 2, 2, 2064, 1040);
+    emulated::state().together = false;
+#endif
     test_random(300, 200, 1, small ? 5 : 100, 2064, 1040); // more than a warp has in flight
     test_random(300, 200, 1, small ? 5 : 100, 16, 32);
     test_policy();

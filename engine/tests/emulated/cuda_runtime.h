@@ -1,8 +1,8 @@
 #pragma once
 
 // As much of CUDA as the kernels of select-cuda.cu, kv-rows-cuda.cu and expert-cuda-fetch.cu use, on one CPU: a block's threads are fibers that run until they
-// have to wait for each other, in another random order each time; blocks and launches run one after the other. "Device" memory is host
-// memory. What this cannot show: races between two barriers, memory order, speed.
+// have to wait for each other, in another random order each time; blocks and launches run one after the other, unless a test asks for
+// blocks that run together. "Device" memory is host memory. What this cannot show: races between two barriers, memory order, speed.
 //
 // The sources are prepared by emulate.sed: launches become calls of launch(), shared memory becomes static.
 
@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <random>
 #include <vector>
 
@@ -48,24 +49,26 @@ using std::min;
 
 namespace emulated {
 
-constexpr size_t STACK_BYTES = 64*1024;
+constexpr size_t STACK_BYTES = 64*1024, STACK_BYTES_TOGETHER = 16*1024;
 
 enum wait_t { RUNS, AT_BLOCK, AT_WARP, ENDED };
 
 struct fiber {
     ucontext_t context;
-    dim3       thread;
+    dim3       block, thread;
     wait_t     wait    = RUNS;
     uint32_t   n_votes = 0;
 };
 
 struct block_state {
     std::vector<fiber>    fibers;
-    std::vector<char>     stacks;
+    std::unique_ptr<char[]> stacks; // as they are: most of a stack is never touched
+    size_t                stacks_bytes = 0;
     std::vector<uint64_t> slots; // two per thread, in turn: what it says to its warp
     ucontext_t            scheduler;
     size_t                current = 0;
-    dim3                  block, grid, threads;
+    dim3                  grid, threads;
+    bool                  together = false; // of launches from now on: for kernels whose blocks do not each have shared memory
     std::vector<uint32_t> dynamic;
     std::function<void()> kernel;
     std::mt19937          random { 1 };
@@ -102,37 +105,48 @@ inline void release(size_t first, size_t last, wait_t what) {
     }
 }
 
-inline void run_block() {
+// One block, or some together, of which another half at random gets on in each round.
+inline void run_blocks(const std::vector<dim3> & blocks) {
     auto &       s = state();
-    const size_t n = s.threads.x;
-    s.fibers.assign(n, {});
-    s.stacks.resize(n*STACK_BYTES);
-    s.slots.assign(2*n, 0);
-    std::vector<size_t> order(n);
-    for (size_t i = 0; i < n; ++i) {
+    const size_t n = s.threads.x, n_all = n*blocks.size(), stack_bytes = blocks.size() > 1 ? STACK_BYTES_TOGETHER : STACK_BYTES;
+    s.fibers.assign(n_all, {});
+    if (s.stacks_bytes < n_all*stack_bytes) {
+        s.stacks_bytes = n_all*stack_bytes;
+        s.stacks.reset(); // first, for they are large
+        s.stacks.reset(new char[s.stacks_bytes]);
+    }
+    s.slots.assign(2*n_all, 0);
+    std::vector<size_t> order(n_all);
+    for (size_t i = 0; i < n_all; ++i) {
         order[i] = i;
         auto & f = s.fibers[i];
-        f.thread = dim3((unsigned) i, 0, 0);
+        f.block  = blocks[i/n];
+        f.thread = dim3((unsigned) (i%n), 0, 0);
         getcontext(&f.context);
-        f.context.uc_stack.ss_sp   = &s.stacks[i*STACK_BYTES];
-        f.context.uc_stack.ss_size = STACK_BYTES;
+        f.context.uc_stack.ss_sp   = &s.stacks[i*stack_bytes];
+        f.context.uc_stack.ss_size = stack_bytes;
         f.context.uc_link          = nullptr;
         makecontext(&f.context, entry, 0);
     }
     for (bool any = true; any; ) {
         std::shuffle(order.begin(), order.end(), s.random);
-        any = false;
+        std::vector<bool> gets_on(blocks.size());
+        for (size_t block = 0; block < blocks.size(); ++block) {
+            gets_on[block] = blocks.size() == 1 || s.random() % 2;
+        }
         for (const size_t i : order) {
-            if (s.fibers[i].wait == RUNS) {
-                any = true;
+            if (gets_on[i/n] && s.fibers[i].wait == RUNS) {
                 s.current = i;
                 swapcontext(&s.scheduler, &s.fibers[i].context);
             }
         }
-        for (size_t i = 0; i < n; i += 32) {
-            release(i, std::min(i + 32, n), AT_WARP);
+        for (size_t first = 0; first < n_all; first += n) {
+            for (size_t i = first; i < first + n; i += 32) {
+                release(i, std::min(i + 32, first + n), AT_WARP);
+            }
+            release(first, first + n, AT_BLOCK);
         }
-        release(0, n, AT_BLOCK);
+        any = false;
         for (const auto & f : s.fibers) {
             any = any || f.wait == RUNS;
         }
@@ -150,12 +164,20 @@ inline void launch(dim3 grid, dim3 threads, size_t shared_bytes, cudaStream_t, s
     s.grid    = grid;
     s.threads = threads;
     s.kernel  = std::move(kernel);
+    s.dynamic.assign(shared_bytes/4 + 1, 0x5a5a5a5au);
+    std::vector<dim3> blocks;
     for (unsigned y = 0; y < grid.y; ++y) {
         for (unsigned x = 0; x < grid.x; ++x) {
-            s.block = dim3(x, y, 0);
-            s.dynamic.assign(shared_bytes/4 + 1, 0x5a5a5a5au);
-            run_block();
+            blocks.push_back(dim3(x, y, 0));
         }
+    }
+    if (s.together && threads.x % 32 == 0) {
+        run_blocks(blocks);
+        return;
+    }
+    for (const auto & block : blocks) {
+        s.dynamic.assign(shared_bytes/4 + 1, 0x5a5a5a5au);
+        run_blocks({ block });
     }
 }
 
@@ -179,7 +201,7 @@ inline unsigned lane() { return (unsigned) (state().current % 32); }
 } // namespace emulated
 
 #define threadIdx (emulated::self().thread)
-#define blockIdx  (emulated::state().block)
+#define blockIdx  (emulated::self().block)
 inline dim3 & gridDim  = emulated::state().grid; // no macros: the configuration of a launch has members of these names
 inline dim3 & blockDim = emulated::state().threads;
 
@@ -234,10 +256,13 @@ inline int      atomicCAS(int * at, int expected, int value) {
 template <typename T> T __ldcs(const T * at) { return *at; }
 template <typename T> T __ldcg(const T * at) { return *at; }
 
-// Blocks run one after the other: what a block waits for was done by one before it, or never comes.
+// A block that waits for another. One after the other, it waits for what was done before, or for what never comes.
 inline void __nanosleep(unsigned) {
-    std::fprintf(stderr, "emulated: a block that waits for a later one\n");
-    std::abort();
+    if (!emulated::state().together) {
+        std::fprintf(stderr, "emulated: a block that waits for a later one\n");
+        std::abort();
+    }
+    emulated::wait(emulated::RUNS);
 }
 
 // launches with attributes; a kernel runs when its predecessor has ended
