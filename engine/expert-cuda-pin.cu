@@ -6,6 +6,7 @@
 #include "pinned-pieces.h"
 
 #include <cstdio>
+#include <mutex>
 #include <shared_mutex>
 
 static std::shared_mutex   pieces_lock;

@@ -249,8 +249,13 @@ def check_chunks(preset: str, model: Path, n_used: int) -> list[str]:
         print(f"{preset:12} stock at {ubatch:4}: {text_of(apart)}", flush=True)
         usual = max(usual, three_quarters(apart))
     failures = []
+    whole = {**PHASE, "expert_slots": 2 * n_used, "expert_batch": 2}
+    apart = distances(expected, first_tokens(model, whole, ("--cpu-moe",))[0])
+    print(f"{preset:12} not in chunks: {text_of(apart)}", flush=True)
+    if apart[-1] > 0:
+        failures.append(f"{preset}, not in chunks: {text_of(apart)}")
     for chunk in (64, 200):
-        settings = {**PHASE, "expert_slots": 2 * n_used, "expert_batch": 2, "chunk": chunk}
+        settings = {**whole, "chunk": chunk}
         got, phase = first_tokens(model, settings, ("--cpu-moe",))
         apart = distances(expected, got)
         steps = {step["step"]: step["bytes"] for step in phase["last_transaction"]["steps"]}

@@ -15,7 +15,7 @@ speed  llama-bench on the big model (made when it is missing, 13 GB): decode at 
 more   the same on the host with nothing kept on the device, and with the stock selection
 all    the same on the host with all positions kept on the device as well
 stock  the same with -nkvo, 8k and 32k, given up after a minute
-vram   device memory at two context sizes, both places: bytes per token of context
+vram   device memory at two context sizes, both places and two micro-batches: bytes per token of context
 
 exit codes: 0 measured and all equal, 1 a difference or a program that failed, named on its line
 """
@@ -48,6 +48,7 @@ VARIANTS = {  # name -> LLAMA_PHASE_*
     "device, fast": {"SELECT": "fast"},
     "host, fast": {"KV": "host", "SELECT": "fast"},
     "host, none kept": {"KV": "host", "SELECT": "fast", "KV_ROWS": "0"},
+    "host, 32768 kept": {"KV": "host", "SELECT": "fast", "KV_ROWS": "32768"},
     "host, 65536 kept": {"KV": "host", "SELECT": "fast", "KV_ROWS": "65536"},
     "host, all kept": {"KV": "host", "SELECT": "fast", "KV_ROWS": "1000000"},
     "host, stock": {"KV": "host", "SELECT": "stock"},
@@ -260,7 +261,7 @@ def measure(
     variants = named or variants
     runs: list[tuple[str, tuple[str, ...], float | None]] = []
     runs += [(variant, ("-p", str(long), "-n", "64", "-r", "2"), None) for variant in variants if long]
-    runs += [(variant, ("-p", "0", "-n", "128", "-d", depths, "-r", "1"), None) for variant in variants]
+    runs += [(variant, ("-p", "0", "-n", "128", "-d", depths, "-r", "3"), None) for variant in variants]
     if "stock" in parts:
         args = ("-nkvo", "1", "-p", "0", "-n", "16", "-r", "1", "-d")
         runs += [("-nkvo", (*args, depth), STOCK_LIMIT_S) for depth in ("8192", "32768")]
@@ -273,14 +274,15 @@ def measure(
     return results
 
 
-def vram_per_token(model: Path, place: str) -> dict[str, float]:
-    """Device memory of a server at 16k and 128k of context, decode phase."""
+def vram_per_token(model: Path, place: str, ubatch: int) -> dict[str, float]:
+    """Device memory of a server in its decode phase, behind a long prompt, at 16k and 128k of context."""
     used = []
     sizes = (16384, 131072)
     for ctx in sizes:
-        settings = {"prefill_mode": "off", "ubatch": 512, "ctx": ctx, "kv": place}
+        settings = {"prefill_mode": "transaction", "ubatch": ubatch, "ctx": ctx, "kv": place}
         loaded = Settings.load(model=model, port=0, upstream=(*ALL_ON_GPU, "-np", "1"), **settings)
-        with Server(loaded) as server:
+        with Server(loaded) as server, server.client() as client:
+            client.completion(prompt_tokens(3000, 1, 4000), 16, ignore_eos=True)
             used.append(device_memory_mib(server.pid) or 0.0)
     return {"MiB at 16k": used[0], "MiB at 128k": used[1],
             "KiB a token": round((used[1] - used[0]) * 1024 / (sizes[1] - sizes[0]), 2)}  # fmt: skip
@@ -328,7 +330,11 @@ def main() -> int:
         try:
             record["speed"] = measure(options.program, options.big, parts, options.depths, options.long, named)
             if "vram" in parts:
-                record["vram"] = {place: vram_per_token(options.big, place) for place in PLACES}
+                record["vram"] = {
+                    f"{place}, -ub {ubatch}": vram_per_token(options.big, place, ubatch)
+                    for place in PLACES
+                    for ubatch in (128, 512)
+                }
                 print(record["vram"], flush=True)
         except RuntimeError as error:
             failures.append(str(error))

@@ -28,6 +28,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 static int n_failed = 0;
 
