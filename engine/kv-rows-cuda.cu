@@ -233,31 +233,35 @@ __device__ bool find_and_copy(const phase_kv_rows & rows, const list_of & list, 
     if (slots) {
         phase_kv_rows_resolve(g, rows.state, n, slots);
     }
-    if (threadIdx.x == 0) {
-        add_total(rows.totals->missed, claimed.n_jobs);
-    }
     return true;
+}
+
+// By thread 0 of the block that found.
+__device__ void count(const phase_kv_rows & rows, int64_t looked_up) {
+    add_total(rows.totals->looked_up, looked_up);
+    add_total(rows.totals->missed, rows.state.head[PHASE_KV_ROWS_N_JOBS]);
+    add_total(rows.totals->runs, 1);
 }
 
 __global__ void __launch_bounds__(N_THREADS, 1) find_kernel(phase_kv_rows rows, phase_cuda_row_lists lists) {
     if (!find_and_copy(rows, list_rows { lists }, lists.n_lists*lists.n_max, lists.slots)) {
         return;
     }
-    for (int32_t i = threadIdx.x; i < lists.n_lists; i += N_THREADS) {
-        const int32_t n = lists.counts[i];
-        lists.slot_counts[i] = n;
-        add_total(rows.totals->looked_up, n);
-    }
     if (threadIdx.x == 0) {
-        add_total(rows.totals->runs, 1);
+        int64_t looked_up = 0;
+        for (int32_t i = 0; i < lists.n_lists; ++i) {
+            const int32_t n = lists.counts[i];
+            lists.slot_counts[i] = n;
+            looked_up += n;
+        }
+        count(rows, looked_up);
     }
 }
 
 __global__ void __launch_bounds__(N_THREADS, 1) find_range_kernel(phase_kv_rows rows, phase_cuda_row_range range) {
     const int32_t n = range.n_rows*range.n_sequences;
     if (find_and_copy(rows, range_rows { range }, n, nullptr) && threadIdx.x == 0) {
-        add_total(rows.totals->looked_up, n);
-        add_total(rows.totals->runs, 1);
+        count(rows, n);
     }
 }
 

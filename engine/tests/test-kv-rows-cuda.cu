@@ -34,7 +34,10 @@ struct device_array {
     T * data = nullptr;
     explicit device_array(size_t n) { CHECK(cudaMalloc(&data, n*sizeof(T))); }
     ~device_array() { (void) cudaFree(data); }
-    void set(const std::vector<T> & host) { CHECK(cudaMemcpy(data, host.data(), host.size()*sizeof(T), cudaMemcpyHostToDevice)); }
+    void set(const std::vector<T> & host) {
+        CHECK(cudaMemcpy(data, host.data(), host.size()*sizeof(T), cudaMemcpyHostToDevice));
+        CHECK(cudaStreamSynchronize(nullptr)); // from pageable memory it may still be on its way, and other streams do not wait for it
+    }
     std::vector<T> get(size_t n) const {
         std::vector<T> host(n);
         CHECK(cudaMemcpy(host.data(), data, n*sizeof(T), cudaMemcpyDeviceToHost));
