@@ -30,15 +30,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "odd-q4_0": ("tiny-moe", {"expert_type": "Q4_0", "n_embd": 96, "n_ff_exp": 33}, ()),
     "odd-f16": ("tiny-moe", {"expert_type": "F16", "n_embd": 99, "n_ff_exp": 33}, ()),
     "fused": ("tiny-35", {"mtp": "no"}, ()),
+    "biased": ("tiny-moe", {"arch": "gpt-oss"}, ()),
+    "scaled": ("tiny-moe", {}, ()),
+    "scaled-hybrid": ("tiny", {"mtp": "no"}, ()),
     "flat": ("tiny", {"bigram": 0.0}, ()),  # no token has probability 1
     "one-used": ("tiny-moe", {"experts_used": 1}, ()),
     "one-expert": ("tiny-moe", {"experts": 1, "experts_used": 1}, ()),
     "all-used": ("tiny-moe", {"experts": 5, "experts_used": 5}, ()),
+    "many": ("tiny", {"experts": 64, "mtp": "no"}, ()),
+    "many-35": ("tiny-35", {"experts": 64, "mtp": "no"}, ()),
 }
 
 
 def make_variant(name: str, path: Path) -> Path:
-    """The model of VARIANTS at `path`; with gate and up in one tensor when it is the fused one."""
+    """The model of VARIANTS at `path`; `fused`: gate and up in one tensor; `scaled`: a scale for each expert."""
     from synth.checked_spec import make_spec
     from synth.gguf_file import llama_cpp_dir, use_gguf_py
     from synth_gguf import plan_tensors
@@ -57,6 +62,10 @@ def make_variant(name: str, path: Path) -> Path:
                 plan.tensors[i] = plans[int(tensor.name.split(".")[1]) % len(types)][i]
     if name == "fused":
         plan.tensors = fused(plan.tensors)
+    if name.startswith("scaled"):
+        for tensor in [tensor for tensor in plan.tensors if tensor.name.endswith("_exps.weight")]:
+            scale = tensor.name.replace("weight", "scale")
+            plan.values(scale, spec.experts, lambda rng: rng.uniform(0.5, 1.5, spec.experts))
     write_model(plan, vocabulary, path)
     return path
 

@@ -202,10 +202,10 @@ def check_transactions(servers: ExpertFleet, prompt, model: str, restore: str, r
 
 @pytest.mark.parametrize("model", VARIANTS)
 def test_other_experts(servers: ExpertFleet, prompt, model: str) -> None:
-    """Types that differ between layers, sizes that are no multiple of 16, fused gate and up, one expert, all used:
-    with few slots and a ring of exactly two regions, and with as many slots as experts, in both phases."""
-    n_expert = {"one-expert": 1, "all-used": 5}.get(model, N_EXPERT)
-    n_used = {"one-expert": 1, "one-used": 1, "all-used": 5}.get(model, N_USED)
+    """Types that differ between layers, sizes that are no multiple of 16, fused gate and up, biases, scales, one expert
+    or all: with few slots and a ring of exactly two regions, and with as many slots as experts, in both phases."""
+    _, overrides, _ = VARIANTS[model]
+    n_expert, n_used = overrides.get("experts", N_EXPERT), overrides.get("experts_used", N_USED)
     for n_slots, ring in ((n_used, 2), (n_expert, "auto")):
         server = servers.switching(model, n_slots, RING=ring)
         for n in (1, 7, 700, 7):

@@ -33,7 +33,7 @@ from llama_phase.errors import LlamaPhaseError, MissingPrerequisite, ModelError,
 
 TINY = ["tiny", "tiny-exact", "tiny-moe", "tiny-moe-exact", "tiny-35", "tiny-35-exact"]
 SIZES = {
-    "arch": ["qwen35moe", "qwen3moe"], "layers": [1, 4, 5], "n_embd": [32, 96, 100], "heads": [2, 6],
+    "arch": ["qwen35moe", "qwen3moe", "gpt-oss"], "layers": [1, 4, 5], "n_embd": [32, 96, 100], "heads": [2, 6],
     "heads_kv": [1], "head_dim": [32, 40, 64], "rope_dim": [8, 16], "experts": [4, 5], "experts_used": [1, 5],
     "n_ff_exp": [32, 64],
     "n_ff_shexp": [32, 96], "lin_heads_k": [1, 2], "lin_heads_v": [2, 3], "lin_dim": [16, 32], "attn_every": [1, 2, 3],
@@ -228,6 +228,7 @@ def test_accepted_sizes_always_make_a_complete_model(source, data):
         ({"experts_used": 0}, ["--experts-used 0"]),
         ({"n_embd": 100}, ["--n-embd 100", "32"]),
         ({"arch": "qwen3moe"}, ["--mtp yes", "--arch qwen3moe"]),
+        ({"arch": "gpt-oss"}, ["--mtp yes", "--arch gpt-oss"]),
         ({"arch": "llama"}, ["--arch llama", "qwen3moe"]),
         ({"embd_type": "Q4_K"}, ["--embd-type Q4_K", "Q8_0"]),
         ({"locality": 1.0}, ["--locality 1.0"]),

@@ -1,6 +1,7 @@
 """The blocks of each architecture, as lists of tensors with the statistics that keep activations at rms 1.
 
 qwen3moe    attention, MoE
+gpt-oss     as qwen3moe, with biases, attention sinks and windows, without norms of queries and keys
 qwen35moe   gated delta net or gated attention, MoE with a shared expert; MTP block
 qwen4exp    as qwen35moe, with hyper-connections around each half, the QSA indexer in attention layers, and n-gram
             embeddings (PLE) on layer 1
@@ -54,7 +55,7 @@ def _block(plan: TensorList, layer: int, out_rms: float) -> None:
         _hyper_connection(plan, f"{b}.hc_ffn")
     else:
         plan.vector(f"{b}.attn_norm.weight", spec.n_embd)
-        plan.vector(f"{b}.{'post_attention_norm' if spec.is_hybrid else 'ffn_norm'}.weight", spec.n_embd)
+        plan.vector(f"{b}.{'ffn_norm' if spec.arch == 'qwen3moe' else 'post_attention_norm'}.weight", spec.n_embd)
     if spec.is_recurrent(layer):
         _gated_delta_net(plan, b, out_rms)
     else:
@@ -77,12 +78,18 @@ def _attention(plan: TensorList, b: str, out_rms: float) -> None:
     spec, x = plan.spec, plan.spec.block_input_rms
     q_width, kv_width = spec.heads * spec.head_dim, spec.heads_kv * spec.head_dim
     gated = spec.is_hybrid  # queries and output gates in one matrix
-    plan.matrix(f"{b}.attn_q.weight", spec.n_embd, q_width * (2 if gated else 1), 1, x)
+    q_rms = 2 if spec.has_biases else 1
+    plan.matrix(f"{b}.attn_q.weight", spec.n_embd, q_width * (2 if gated else 1), q_rms, x)
     plan.matrix(f"{b}.attn_k.weight", spec.n_embd, kv_width, 1, x)
     plan.matrix(f"{b}.attn_v.weight", spec.n_embd, kv_width, 1, x)
     plan.matrix(f"{b}.attn_output.weight", q_width, spec.n_embd, out_rms, 0.3 if gated else 0.6)
-    plan.vector(f"{b}.attn_q_norm.weight", spec.head_dim, mean=2.0)  # scores of std 2
-    plan.vector(f"{b}.attn_k_norm.weight", spec.head_dim)
+    if spec.has_biases:
+        for part, width in {"q": q_width, "k": kv_width, "v": kv_width, "output": spec.n_embd}.items():
+            plan.vector(f"{b}.attn_{part}.bias", width, mean=0)
+        plan.vector(f"{b}.attn_sinks.weight", spec.heads, mean=0, std=1)
+    else:
+        plan.vector(f"{b}.attn_q_norm.weight", spec.head_dim, mean=2.0)  # scores of std 2
+        plan.vector(f"{b}.attn_k_norm.weight", spec.head_dim)
     if spec.has_hyper_connections:
         plan.matrix(f"{b}.indexer.q_proj.weight", spec.n_embd, spec.idx_heads * spec.idx_dim, 1, x)
         plan.matrix(f"{b}.indexer.k_proj.weight", spec.n_embd, spec.idx_dim, 1, x)
@@ -122,6 +129,11 @@ def _moe(plan: TensorList, b: str, out_rms: float) -> None:
     plan.experts(f"{b}.ffn_gate_exps.weight", spec.n_embd, spec.n_ff_exp, in_std)
     plan.experts(f"{b}.ffn_up_exps.weight", spec.n_embd, spec.n_ff_exp, in_std)
     plan.experts(f"{b}.ffn_down_exps.weight", spec.n_ff_exp, spec.n_embd, down_std)
+    if spec.has_biases:
+        plan.vector(f"{b}.ffn_gate_inp.bias", spec.experts, mean=0)
+        for part, width in {"gate": spec.n_ff_exp, "up": spec.n_ff_exp, "down": spec.n_embd}.items():
+            std = out_rms if part == "down" else 1
+            plan.random(f"{b}.ffn_{part}_exps.bias", (width, spec.experts), std, Type.F32)
     if spec.is_hybrid:
         plan.random(f"{b}.ffn_gate_inp_shexp.weight", (spec.n_embd,), in_std, Type.F32)
         plan.matrix(f"{b}.ffn_gate_shexp.weight", spec.n_embd, spec.n_ff_shexp, 1, x)

@@ -11,6 +11,7 @@ from .vocabulary import Vocabulary
 
 FLAGS_KEY = "llama_phase.synth.flags"
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 15}  # LLAMA_FTYPE_*
+WINDOW = 128  # of gpt-oss
 QWEN_ROPE_SECTIONS = [11, 11, 10, 0]  # of the released models, whose rope_dim is 64
 
 
@@ -48,6 +49,8 @@ def add_metadata(w: gguf.GGUFWriter, spec: ModelSpec, vocabulary: Vocabulary) ->
         if spec.has_mtp:
             sizes["nextn_predict_layers"] = 1
         w.add_rope_dimension_sections(_rope_sections(spec.rope_dim))
+    if spec.arch == "gpt-oss":
+        sizes["attention.sliding_window"] = WINDOW
     for key, value in sizes.items():
         w.add_uint32(f"{spec.arch}.{key}", value)
     w.add_float32(f"{spec.arch}.attention.layer_norm_rms_epsilon", 1e-6)

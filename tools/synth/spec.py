@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-ARCHITECTURES = ("qwen4exp", "qwen35moe", "qwen3moe")
+ARCHITECTURES = ("qwen4exp", "qwen35moe", "qwen3moe", "gpt-oss")
 WEIGHT_TYPES = ("F32", "F16", "Q8_0", "Q4_0", "Q4_K")
 CHOICES = {
     "arch": ARCHITECTURES,
@@ -34,7 +34,7 @@ class ModelSpec:
     heads: int = _flag(4, "query heads")
     heads_kv: int = _flag(2, "key and value heads")
     head_dim: int = _flag(64, "width of a head")
-    rope_dim: int = _flag(32, "rotated part of a head (qwen3moe rotates all of it)")
+    rope_dim: int = _flag(32, "rotated part of a head (qwen3moe and gpt-oss rotate all of it)")
     experts: int = _flag(32, "experts per layer")
     experts_used: int = _flag(4, "experts per token")
     n_ff_exp: int = _flag(128, "hidden width of an expert")
@@ -79,7 +79,12 @@ class ModelSpec:
     @property
     def is_hybrid(self) -> bool:
         """Gated delta nets beside attention layers."""
-        return self.arch != "qwen3moe"
+        return self.arch in ("qwen4exp", "qwen35moe")
+
+    @property
+    def has_biases(self) -> bool:
+        """On attention, router and experts."""
+        return self.arch == "gpt-oss"
 
     @property
     def has_trunk(self) -> bool:
