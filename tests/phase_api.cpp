@@ -11,8 +11,9 @@
 //   join:I           context I becomes a member
 //   reset
 //   top              result: the likeliest token behind the last batch
+//   scores           result: a hash of all scores behind the last batch
+//   figure:NAME      result: the first figure of that name in the context's JSON
 //   copied           result: 1 when the first layer's experts are in a pinned copy, since a fault was injected
-//   kept             result: shapes of small batches whose graph is kept
 //   train            prepare the context for training, without parameters: the scheduler is made anew
 //   short            get_stats with the size of a caller that knows the first five members only; result: its n_entered, untouched
 
@@ -23,7 +24,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 struct entry {
@@ -50,10 +53,20 @@ static int decode(entry & e, int n) {
     return result;
 }
 
-static int says(llama_context * ctx, const char * what) {
+static const char * json_of(llama_context * ctx) {
     static char text[1 << 20];
     llama_phase_context_json(ctx, text, sizeof(text));
-    return strstr(text, what) ? 1 : 0;
+    return text;
+}
+
+static int says(llama_context * ctx, const char * what) {
+    return strstr(json_of(ctx), what) ? 1 : 0;
+}
+
+static int figure(llama_context * ctx, const std::string & name) {
+    const std::string key = "\"" + name + "\":";
+    const char * at = strstr(json_of(ctx), key.c_str());
+    return at ? atoi(at + key.size()) : -1;
 }
 
 int main(int argc, char ** argv) {
@@ -108,12 +121,12 @@ int main(int argc, char ** argv) {
             result = (int) (std::max_element(logits, logits + llama_vocab_n_tokens(llama_model_get_vocab(model))) - logits);
         }
         if (name == "copied") { result = says(now->ctx, "{\"layer\":0,\"reason\":\"injected fault\"}"); }
-        if (name == "kept")   {
-            char text[1 << 16];
-            llama_phase_context_json(now->ctx, text, sizeof(text));
-            const char * at = strstr(text, "\"kept\":");
-            result = at ? atoi(at + strlen("\"kept\":")) : -1;
+        if (name == "scores") {
+            const char * bytes = (const char *) llama_get_logits_ith(now->ctx, -1);
+            const size_t size  = llama_vocab_n_tokens(llama_model_get_vocab(model))*sizeof(float);
+            result = (int) std::hash<std::string_view>()({ bytes, size });
         }
+        if (name == "figure") { result = figure(now->ctx, command.substr(colon + 1)); }
         if (name == "train")  {
             llama_opt_params params = {};
             params.param_filter   = [](const ggml_tensor *, void *) { return false; };

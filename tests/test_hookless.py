@@ -168,25 +168,25 @@ SIZES = ("decode:2", "decode:3") * 3
 
 def test_graphs_kept_for_sizes_count_as_memory(run: Run) -> None:
     """Compute buffers of their own, until the phase that has them ends."""
-    states = run("new:126", *SIZES, "kept", "decode:600", "decode:1", "kept")
-    assert [state["result"] for state in states if state["command"] == "kept"] == [2, 0]
+    states = run("new:126", *SIZES, "figure:kept", "decode:600", "decode:1", "figure:kept")
+    assert [state["result"] for state in states if state["command"] == "figure:kept"] == [2, 0]
     assert states[len(SIZES)]["bytes"] > states[1]["bytes"] == states[-1]["bytes"]
 
 
 def test_kept_graphs_stay_within_the_budget(run: Run) -> None:
     """Buffers that would exceed it are freed again, and batches run as before."""
     large = {"EXPERT_BATCH": "64"}  # of more than a MiB
-    roomy = run("new:126", *SIZES, "kept", **large)
+    roomy = run("new:126", *SIZES, "figure:kept", **large)
     budget = math.floor(roomy[-1]["bytes"] / 2**20)
     assert roomy[-1]["result"] == 2 and roomy[1]["bytes"] < budget * 2**20
-    states = run("new:126", *SIZES, "kept", BUDGET_MIB=str(budget), **large)
+    states = run("new:126", *SIZES, "figure:kept", BUDGET_MIB=str(budget), **large)
     assert not any(state["result"] for state in states)
     assert states[-1]["bytes"] == states[1]["bytes"] == roomy[1]["bytes"]
 
 
 def test_a_scheduler_made_anew_leaves_no_graph_of_before(run: Run) -> None:
     """Outside of a decode, while a kept graph stands in the context's place: it was planned for what has changed."""
-    states = run("new:128", *SIZES, "kept", "train", "kept", "decode:2")
+    states = run("new:128", *SIZES, "figure:kept", "train", "figure:kept", "decode:2")
     assert [state["result"] for state in states[-4:]] == [2, 0, 0, 0]
 
 
@@ -223,6 +223,41 @@ def test_memory_of_compute_buffers(engine: Path, tmp_path: Path, name: str) -> N
     assert compiled.returncode == 0, compiled.stderr
     result = subprocess.run([program], env=clean_environment({}), capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
+
+
+def test_two_contexts_over_one_model(run: Run) -> None:
+    """Same split: interleaved, in the phases of their own batches, each has slots of its own and the scores that it has
+    alone without variables. The second goes on when the first is freed."""
+    slots = {"EXPERT_SLOTS": "8", "EXPERT_BATCH": "2"}
+    n_slots, n_used, n_layer = 8, 4, 8
+    batches = ((40, 1, 2, 600, 1, 1, 2, 100), (3, 1, 1, 2, 1, 400, 1, 1, 2, 300, 1))
+
+    def step(n: int) -> tuple[str, ...]:
+        return (f"decode:{n}", "scores", "figure:looked_up", "figure:slots_per_layer")
+
+    steps = [[f"use:{i}", *step(n)] for pair in zip(*batches, strict=False) for i, n in enumerate(pair)]
+    freed = ["use:0", "free", "use:1", *(part for n in batches[1][len(batches[0]) :] for part in step(n))]
+    states = run("raw", "new:126", "new:126", *(part for one in steps for part in one), *freed, **slots)
+
+    context, n_looked_up, scores = 0, [0, 0], [[], []]
+    for state in states:
+        command, result = state["command"], state["result"]
+        if command.startswith("use"):
+            context = int(command[-1])
+        elif command.startswith("decode"):
+            n = int(command.split(":")[1])
+            assert (result, state["phase"]) == (0, "prefill" if n >= 252 else "decode")
+            if n < 252:  # the last layer computes one token of each batch
+                n_looked_up[context] += n_used * (n * (n_layer - 1) * (n <= 2) + 1)
+        elif command == "scores":
+            scores[context].append(result)
+        elif command == "figure:looked_up":
+            assert result == n_looked_up[context]
+        elif command == "figure:slots_per_layer":
+            assert result == (0 if state["phase"] == "prefill" else n_slots)
+    for of_context, sizes in zip(scores, batches, strict=True):
+        alone = run("raw", "new:512", *(part for n in sizes for part in (f"decode:{n}", "scores")), off=True)
+        assert of_context == [state["result"] for state in alone if state["command"] == "scores"]
 
 
 def test_copies_of_experts_go_with_the_last_context(run: Run) -> None:
