@@ -26,6 +26,8 @@ DECODE_UBATCH = 126  # no multiple of a kernel tile, so that a wrong split shows
 PREFILL_UBATCH = 512
 MIN_TOKENS = 2 * DECODE_UBATCH  # PREFILL_MIN_TOKENS=auto, which is at least 240
 
+NO_CUTS = ("--ctx-checkpoints", "0")  # a server cuts the prompts of some models for checkpoints
+
 START_S = 60.0
 ANSWER_S = 120.0
 STOP_S = 20.0

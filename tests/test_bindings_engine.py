@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
-from engine_server import DECODE_UBATCH, MIN_TOKENS, PREFILL_UBATCH, Fleet
+from engine_server import DECODE_UBATCH, MIN_TOKENS, NO_CUTS, PREFILL_UBATCH, Fleet
 
 from llama_phase import Client, Engine
 from llama_phase.errors import EngineBusy, EngineClosed, EngineUnusable, ModelError, UsageError
@@ -21,7 +21,6 @@ pytestmark = pytest.mark.engine
 SIZES = {"ctx": 4096, "batch": PREFILL_UBATCH, "ubatch": DECODE_UBATCH, "threads": 1}
 TRANSACTION = {"prefill_mode": "transaction", "prefill_ubatch": PREFILL_UBATCH}
 WHOLE = {"ignore_eos": True, "cache_prompt": False}
-NO_CUTS = ("--ctx-checkpoints", "0")  # a server cuts a prompt for checkpoints, an Engine has none
 
 Make = Callable[..., Engine]
 
@@ -42,7 +41,7 @@ def make(engine, bindings, model_path) -> Iterator[Make]:
 
 @pytest.mark.parametrize("model", ["qwen3moe", "qwen4exp", "qwen35moe", "gemma"])
 def test_same_tokens_as_the_server(fleet: Fleet, make: Make, prompt, model: str) -> None:
-    """Same split, with phases and without: the tokens, and the text made of them."""
+    """Same split, with phases and without: the tokens, and the text made of them. An Engine makes no checkpoints."""
     phased, off = fleet.phase(model, *NO_CUTS), fleet.off(model, *NO_CUTS)
     in_process, without = make(model), make(model, prefill_mode="off")
     lengths = (7, MIN_TOKENS) if model == "gemma" else (7, MIN_TOKENS, 700)
