@@ -355,8 +355,30 @@ bool expert_cache::before_small_batch(const backend_map & backends) {
 // graph
 //
 
-void expert_cache::build_prefetch(ggml_context * ctx, ggml_cgraph * gf, cached_layer & layer, ggml_tensor * x) {
-    if (!layer.next || x->type != GGML_TYPE_F32 || x->ne[0] != layer.router->ne[0] || x->ne[1] == 0 || x->ne[2] != 1 || x->nb[0] != sizeof(float)) {
+// An adapter is looked up by the original weights.
+static bool has_adapter(const expert_layer & layer, const phase_loras & loras) {
+    return std::any_of(loras.begin(), loras.end(), [&](const auto & lora) {
+        return std::any_of(layer.weights.begin(), layer.weights.end(), [&](ggml_tensor * weight) { return lora.first->get_weight(weight); });
+    });
+}
+
+bool expert_cache::note_adapters(const phase_loras & loras) {
+    if (loras == adapters) {
+        return false;
+    }
+    adapters = loras;
+    adapted.clear();
+    for (const auto & layer : layers) {
+        if (has_adapter(*layer.host, loras)) {
+            adapted.emplace_back(layer.host->il, "an adapter (LoRA) changes its experts");
+        }
+    }
+    return true;
+}
+
+// Only for a layer that fetches: its fetch is what keeps the prefetch's memory until the second stream is done with it.
+void expert_cache::build_prefetch(ggml_context * ctx, ggml_cgraph * gf, cached_layer & layer, ggml_tensor * x, const phase_loras & loras) {
+    if (!layer.next || has_adapter(*layer.next->host, loras) || x->type != GGML_TYPE_F32 || x->ne[0] != layer.router->ne[0] || x->ne[1] == 0 || x->ne[2] != 1 || x->nb[0] != sizeof(float)) {
         return;
     }
     const int64_t n_tokens = x->ne[1];
@@ -378,13 +400,8 @@ ggml_tensor * expert_cache::swap(ggml_context * ctx, ggml_cgraph * gf, ggml_tens
     }
     auto & layer = *it->second;
 
-    // an adapter is looked up by the original weights
-    for (const auto & lora : loras) {
-        for (auto * weight : layer.host->weights) {
-            if (lora.first->get_weight(weight)) {
-                return ids;
-            }
-        }
+    if (has_adapter(*layer.host, loras)) {
+        return ids;
     }
 
     const int64_t n_tokens = ids->ne[1];
@@ -400,7 +417,7 @@ ggml_tensor * expert_cache::swap(ggml_context * ctx, ggml_cgraph * gf, ggml_tens
             std::min<int64_t>(n_ids, layer.host->n_expert) <= layer.fetch.n_slots) {
         arena  = &layer.slots;
         const auto predicted = std::exchange(pending, {});
-        build_prefetch(ctx, gf, layer, x); // first: it is on its way while this layer's experts are fetched
+        build_prefetch(ctx, gf, layer, x, loras); // first: it is on its way while this layer's experts are fetched
         result = phase_build_fetch(ctx, layer.fetch, ids, layer.state, arena->data(),
                 predicted.ctx == ctx && predicted.layer == &layer ? predicted.node : nullptr);
         ggml_build_forward_expand(gf, result);
@@ -437,6 +454,7 @@ expert_stats expert_cache::stats() const {
     out.n_slots      = n_slots;
     out.n_regions    = n_regions;
     out.unusable     = unusable;
+    out.unusable.insert(out.unusable.end(), adapted.begin(), adapted.end());
     out.staged       = staged;
     out.copied       = copied;
     out.note         = note.empty() || ring_note.empty() ? note + ring_note : note + "; " + ring_note;

@@ -80,6 +80,9 @@ struct expert_cache {
     void limit_ring(int32_t n_regions, const std::string & reason);
     void unlimit_ring();
 
+    // Notes which layers' experts these adapters change; they keep the stock path. Returns whether the adapters are others than before.
+    bool note_adapters(const phase_loras & loras);
+
     // Says in the figures why there are no slots until the next prompt.
     void note_no_slots(const std::string & reason);
     void    set_last_pass(bool last); // see phase_ring
@@ -120,7 +123,7 @@ struct expert_cache {
     };
 
     void    link_layers(const llama_model & model); // which layer predicts for which
-    void    build_prefetch(ggml_context * ctx, ggml_cgraph * gf, cached_layer & layer, ggml_tensor * x);
+    void    build_prefetch(ggml_context * ctx, ggml_cgraph * gf, cached_layer & layer, ggml_tensor * x, const phase_loras & loras);
     size_t  region_bytes(ggml_backend_dev_t dev) const; // of the ring: the largest layer
     int32_t ring_regions_to_plan() const; // as asked for; auto: two, the fewest that overlap. 0: no ring
 
@@ -141,6 +144,9 @@ struct expert_cache {
     std::vector<std::pair<int, std::string>> unusable; // of this context's layers
     std::vector<std::pair<int, std::string>> staged;   // not pinned: streamed through the staging ring, stock path in the decode phase
     std::vector<std::pair<int, std::string>> copied;   // in a pinned copy, and why not where they were
+
+    phase_loras                              adapters; // noted last
+    std::vector<std::pair<int, std::string>> adapted;  // layers that keep the stock path because of them
 
     void admit_layers(int il_begin, int il_end);
 

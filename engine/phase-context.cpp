@@ -147,6 +147,9 @@ phase_memory_scope::~phase_memory_scope() {
 // What follows, up to the graph of a micro-batch, is to find the context's own scheduler: planning, shifts, a switch.
 bool phase_context::before_decode(uint32_t n_tokens) {
     small_graphs.restore();
+    if (experts && experts->note_adapters(*ctx.loras)) {
+        group->change_experts([] {}); // for the figures
+    }
     return group->before_decode(*this, n_tokens);
 }
 
