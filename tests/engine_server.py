@@ -187,7 +187,8 @@ class EngineServer:
     def stream(self, prompt: Sequence[int], n: int = 24, **extra: Any) -> Iterator[Iterator[dict]]:
         """Pieces of a streamed answer as they come; leaving the block early closes the connection."""
         body = self.request(prompt, n, **extra) | {"stream": True}
-        with self.http.stream("POST", "/completion", json=body) as response:
+        once = {"Connection": "close"}  # the server closes a connection that has streamed, without saying so
+        with self.http.stream("POST", "/completion", json=body, headers=once) as response:
             lines = (line for line in response.iter_lines() if line.startswith("data: {"))
             yield (json.loads(line.removeprefix("data: ")) for line in lines)
 
