@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from engine_server import DECODE_UBATCH, MIN_TOKENS, NO_CUTS, PREFILL_UBATCH, EngineServer, assert_same_but_for_ties
-from expert_servers import N_LAYER, N_USED, RAW, ExpertFleet, experts, write_adapter
+from expert_servers import N_LAYER, N_USED, RAW, ExpertFleet, experts
+from synth.adapter import write_adapter
 
 pytestmark = pytest.mark.engine
 

@@ -34,6 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from synth.adapter import write_adapter
 from synth_gguf import make_model
 
 from llama_phase.bench import prompt_tokens
@@ -59,6 +60,7 @@ NO_RING = "slots for the tail, ring 0"
 PROMPTS = (1, 300, 1500, 2500)  # tokens; all but the first switch the phase
 ANSWER_TOKENS = 96
 NO_RING_TOLERANCE = 0.01  # of a log-probability; seen: 0.0001
+ADAPTER_TOLERANCE = 0.5  # of a log-probability; without the adapter tokens are others
 CHUNK_PROMPTS = tuple(range(300, 2700, 100))  # tokens
 CHUNK_FACTOR = 3
 CHUNK_FLOOR = 0.002  # of a log-probability: within it stock's own difference does not matter
@@ -153,6 +155,8 @@ def check_model(
         failures += failures_of(check_long_answer, preset, model, least, split)
         flags = ("-ot", "ffn_gate_inp=CPU", *split)
         failures += failures_of(check_same_flags, preset, "router on the host", model, least, flags)
+    for tensors in (("ffn_down_exps", "ffn_gate_exps"), ("attn_output", "ffn_gate_inp")):
+        failures += failures_of(check_adapter, preset, model, least, tensors, split)
     if preset != "tiny-moe":  # which has no MTP block
         of_verify = {"expert_slots": 4 * n_used, "expert_batch": 4}
         failures += failures_of(check_same_flags, preset, "least slots, MTP", model, of_verify, (*MTP, *split))
@@ -174,6 +178,24 @@ def check_same_flags(preset: str, name: str, model: Path, slots: dict, flags: tu
     if len(members) > 1 and members[1]["ring"]["layers_streamed"]:
         failures.append(f"{preset}, {name}: the draft has a ring")
     return failures
+
+
+def check_adapter(preset: str, model: Path, slots: dict, tensors: tuple[str, ...], split: tuple[str, ...]) -> list[str]:
+    """A LoRA adapter on one layer. One on its experts leaves them to the CPU, whose products differ: then the first
+    token of each answer is compared, whose log-probability is nearly equal."""
+    path = write_adapter(model.with_suffix(".lora"), model, *(f"blk.3.{name}.weight" for name in tensors))
+    flags = ("--lora", str(path), *split)
+    on_experts = "ffn_down_exps" in tensors
+    got, phase = answers(model, {**PHASE, **slots}, ("--cpu-moe", *flags))
+    expected, _ = answers(model, STOCK, flags)
+    if on_experts:
+        expected, got = ([answer[:1] for answer in both] for both in (expected, got))
+    difference = first_difference(expected, got, ADAPTER_TOLERANCE if on_experts else 0)
+    left_out = [layer["layer"] for layer in phase["experts"][0]["stock_layers"]]
+    print(f"{preset:12} adapter on {tensors[0]:25} {'DIFFERS ' + difference if difference else 'equal':40} "
+          f"stock layers {left_out}", flush=True)  # fmt: skip
+    failures = [f"{preset}, adapter on {tensors}: {difference}"] if difference else []
+    return failures + ([f"{preset}, adapter: stock layers {left_out}"] if left_out != [3] * on_experts else [])
 
 
 def check_long_answer(preset: str, model: Path, least: dict, split: tuple[str, ...]) -> list[str]:
