@@ -56,35 +56,34 @@ unpack() {
     ln -s "$WORK/build/cuda" build/cuda
 }
 
-cpu_options() { # what the CPU has, less AMX: GCC 12 and older miscompile it
-    local flag option
-    while read -r option flag; do
-        if grep -qw "$flag" /proc/cpuinfo; then echo "-DGGML_$option=ON"; else echo "-DGGML_$option=OFF"; fi
-    done <<< "SSE42 sse4_2
-AVX avx
-AVX2 avx2
-BMI2 bmi2
-FMA fma
-F16C f16c
-AVX_VNNI avx_vnni
-AVX512 avx512vl
-AVX512_VBMI avx512vbmi
-AVX512_VNNI avx512_vnni
-AVX512_BF16 avx512_bf16"
+options() { # those of `make build ENGINE=cuda`
+    "$PYTHON" - "$WORK" "$ARCHS" <<'PY'
+import os
+import sys
+from pathlib import Path
+
+from llama_phase import toolchain
+from llama_phase.build_plan import cmake_options
+from llama_phase.cpu_probe import probe
+from llama_phase.source import Lock
+
+root, work = Path.cwd(), Path(sys.argv[1])
+compiler = toolchain.find_compiler(os.environ)
+cpu = probe(list(compiler.command), compiler.version, root / "tools" / "cpu_probe.cpp", work / "cpu-probe.json")
+options = cmake_options(
+    Lock.read(root), cpu, "gpucheck", "cuda", engine_dir=work / "engine", cuda_architectures=sys.argv[2],
+    ccache=toolchain.find_tool("ccache", os.environ) is not None, cuda_compiler=str(toolchain.nvcc(os.environ) or ""))
+for name, value in options.items():
+    print(f"-D{name}={value}")
+PY
 }
 
 configure() {
-    local launcher=() kind
-    if command -v ccache > /dev/null; then
-        for kind in C CXX CUDA; do launcher+=("-DCMAKE_${kind}_COMPILER_LAUNCHER=ccache"); done
-    fi
-    # shellcheck disable=SC2046
-    cmake -G Ninja -S "$WORK/build/src" -B "$WORK/build/cuda" -DCMAKE_BUILD_TYPE=Release "${launcher[@]}" \
-        -DLLAMA_BUILD_NUMBER=11434 -DLLAMA_BUILD_COMMIT=gpucheck -DGGML_BUILD_NUMBER=11434 -DGGML_BUILD_COMMIT=b11434 -DGGML_CCACHE=OFF \
-        -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_TOOLS=ON \
-        -DLLAMA_BUILD_SERVER=ON -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DGGML_RPC=ON -DGGML_NATIVE=OFF $(cpu_options) \
-        -DGGML_AMX_TILE=OFF -DGGML_AMX_INT8=OFF -DGGML_AMX_BF16=OFF -DLLAMA_PHASE_ENGINE_DIR="$WORK/engine" \
-        -DGGML_CUDA=ON -DGGML_CUDA_NCCL=OFF -DCMAKE_CUDA_ARCHITECTURES="$ARCHS" ${CMAKE_ARGS:-}
+    local given
+    given=$(options) || return 1
+    mapfile -t given <<< "$given"
+    # shellcheck disable=SC2086
+    cmake -G Ninja -S "$WORK/build/src" -B "$WORK/build/cuda" "${given[@]}" -DGGML_CUDA_NCCL=OFF ${CMAKE_ARGS:-}
 }
 
 record() { # engine.json, by which the Python package finds the engine
