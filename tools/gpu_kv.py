@@ -10,11 +10,13 @@ rows   the same with several sizes of what the device keeps of host K/V (LLAMA_P
        grows, forks and is saved, put aside and restored; MTP, also with verify batches of 7, which the scores of pools
        have a kernel for; 4 streams, in turn and at once; a prompt of 40000 tokens; the counters say that rows were
        found
-speed  llama-bench on the big model (made when it is missing, 13 GB): decode at depth, prefill of 32k; K/V on the
-       device with the stock and with the fast selection, on the host with the fast one
+speed  conversations with the big model (made when it is missing, 13 GB), all weights on the GPU: prompts of several
+       lengths, and three turns behind each; K/V on the device with the stock and with the fast selection, on the host
+       with the fast one. (llama-bench draws its tokens at random, and restores its state between repetitions, which
+       leaves no rows kept.) With the same selection answers must be the same
 more   the same on the host with nothing kept on the device, and with the stock selection
 all    the same on the host with all positions kept on the device as well
-stock  the same with -nkvo, 8k and 32k, given up after a minute
+stock  llama-bench with -nkvo, 8k and 32k, given up after a minute
 vram   device memory at two context sizes, both places and two micro-batches: bytes per token of context
 
 exit codes: 0 measured and all equal, 1 a difference or a program that failed, named on its line
@@ -25,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -52,7 +55,6 @@ VARIANTS = {  # name -> LLAMA_PHASE_*
     "host, 65536 kept": {"KV": "host", "SELECT": "fast", "KV_ROWS": "65536"},
     "host, all kept": {"KV": "host", "SELECT": "fast", "KV_ROWS": "1000000"},
     "host, stock": {"KV": "host", "SELECT": "stock"},
-    "-nkvo": {},
 }
 ALL_ON_GPU = ("-ngl", "99", "--no-warmup", "-t", "4", "-fa", "on")
 OFF = {"prefill_mode": "off", "ubatch": 256, "batch": 1024}
@@ -67,7 +69,9 @@ LONG_PROMPT = {"tokens": 40000, "ctx": 45056}
 MTP_ONE = (*MTP[:-1], "1")  # verify batches of 2, which the sparse kernel takes from 8204 rows on
 PROMPTS = (1, 9, 300, 5000, 9000)  # tokens; the sparse kernel begins at 4096 rows
 ANSWER_TOKENS = 64
-BENCH = ("-ngl", "99", "-fa", "1", "-b", "2048", "-ub", "2048", "-t", "8", "-o", "json")
+TURNS, TURN_TOKENS = 3, 128
+UBATCH = 2048
+BENCH = ("-ngl", "99", "-fa", "1", "-b", str(UBATCH), "-ub", str(UBATCH), "-t", "8", "-o", "json")
 STOCK_LIMIT_S = 60.0
 
 
@@ -230,48 +234,71 @@ def check_rows(models: Path) -> list[str]:
     return failures
 
 
-def bench(program: Path, model: Path, variant: str, *args: str, limit_s: float | None = None) -> list[dict[str, Any]]:
-    """Rows of llama-bench; none when it took too long. Raises RuntimeError with the end of its log when it failed."""
+def bench(program: Path, model: Path, *args: str, limit_s: float) -> list[dict[str, Any]]:
+    """Rows of llama-bench, stock; none when it took too long. Raises RuntimeError with the end of its log."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
-    environment |= {f"LLAMA_PHASE_{name}": value for name, value in VARIANTS[variant].items()}
     command = [str(program), "-m", str(model), *BENCH, *args]
     try:
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
         return []
     if ended.returncode:
-        raise RuntimeError(f"{variant} {' '.join(args)}: exit code {ended.returncode}: {ended.stderr[-600:]}")
+        raise RuntimeError(f"llama-bench {' '.join(args)}: exit code {ended.returncode}: {ended.stderr[-600:]}")
     return json.loads(ended.stdout)
 
 
-def speeds(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """tok/s by `decode at N` and `prefill of N`"""
-    return {
-        f"decode at {row['n_depth']}" if row["n_gen"] else f"prefill of {row['n_prompt']}": round(row["avg_ts"], 1)
-        for row in rows
-    }
+def decode_speeds(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
+    return {f"decode at {row['n_depth']}": round(row["avg_ts"], 1) for row in rows}
+
+
+def in_conversations(model: Path, variant: str, depths: list[int]) -> tuple[dict[str, float], list[list[int]]]:
+    """tok/s as the server reports them, by depth: of the prompt, and of the answers of the turns behind it, the median;
+    and the answers' tokens."""
+    settings = {name.lower(): value for name, value in VARIANTS[variant].items()}
+    shape = {"prefill_mode": "off", "ubatch": UBATCH, "batch": UBATCH, "ctx": max(depths) + 2048}
+    loaded = Settings.load(model=model, port=0, upstream=(*ALL_ON_GPU, "-np", "1"), **shape, **settings)
+    speeds: dict[str, float] = {}
+    answers = []
+    with Server(loaded) as server, server.client() as client:
+        client.completion(prompt_tokens(64, 1, 4000), 16, ignore_eos=True)
+        for depth in depths:
+            prompt = prompt_tokens(depth, depth, 4000)
+            decode = []
+            for turn in range(TURNS):
+                got = client.completion(prompt, TURN_TOKENS, ignore_eos=True)
+                decode.append(got.timings["predicted_per_second"])
+                if turn == 0:
+                    speeds[f"prompt of {depth}"] = round(got.timings["prompt_per_second"], 1)
+                answers.append(got.tokens)
+                prompt = [*prompt, *got.tokens, *prompt_tokens(10, turn, 4000)]
+            speeds[f"decode at {depth}"] = round(statistics.median(decode), 1)
+    return speeds, answers
 
 
 def measure(
-    program: Path, model: Path, parts: list[str], depths: str, long: int, named: list[str]
-) -> dict[str, dict[str, float]]:
+    program: Path, model: Path, parts: list[str], depths: list[int], named: list[str]
+) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Speeds by variant, and failures: with the same choice of rows all answers are the same."""
     variants = ["device, stock", "device, fast", "host, fast"] if "speed" in parts else []
     variants += ["host, none kept", "host, stock"] if "more" in parts else []
     variants += ["host, all kept"] if "all" in parts else []
-    variants = named or variants
-    runs: list[tuple[str, tuple[str, ...], float | None]] = []
-    runs += [(variant, ("-p", str(long), "-n", "64", "-r", "2"), None) for variant in variants if long]
-    runs += [(variant, ("-p", "0", "-n", "128", "-d", depths, "-r", "3"), None) for variant in variants]
-    if "stock" in parts:
-        args = ("-nkvo", "1", "-p", "0", "-n", "16", "-r", "1", "-d")
-        runs += [("-nkvo", (*args, depth), STOCK_LIMIT_S) for depth in ("8192", "32768")]
     results: dict[str, dict[str, float]] = {}
-    for variant, args, limit_s in runs:
+    failures = []
+    expected: dict[str, tuple[str, list[list[int]]]] = {}
+    for variant in named or variants:
         begin = time.monotonic()
-        found = speeds(bench(program, model, variant, *args, limit_s=limit_s))
-        results.setdefault(variant, {}).update(found)
-        print(f"{variant:14} {' '.join(args):50} {time.monotonic() - begin:5.1f} s {found or 'given up'}", flush=True)
-    return results
+        results[variant], answers = in_conversations(model, variant, depths)
+        print(f"{variant:16} {time.monotonic() - begin:5.1f} s {results[variant]}", flush=True)
+        first, wanted = expected.setdefault(VARIANTS[variant].get("SELECT", "stock"), (variant, answers))
+        wrong = [number for number, (a, b) in enumerate(zip(wanted, answers, strict=True)) if a != b]
+        failures += [f"{variant}: answers {wrong} of {len(answers)} are not those of {first}"] if wrong else []
+    if "stock" in parts:
+        for depth in ("8192", "32768"):
+            args = ("-nkvo", "1", "-p", "0", "-n", "16", "-r", "1", "-d", depth)
+            found = decode_speeds(bench(program, model, *args, limit_s=STOCK_LIMIT_S))
+            results.setdefault("-nkvo", {}).update(found)
+            print(f"{'-nkvo':16} {found or 'given up'}", flush=True)
+    return results, failures
 
 
 def vram_per_token(model: Path, place: str, ubatch: int) -> dict[str, float]:
@@ -289,7 +316,7 @@ def vram_per_token(model: Path, place: str, ubatch: int) -> dict[str, float]:
 
 
 def show(results: dict[str, dict[str, float]]) -> None:
-    columns = sorted({name for row in results.values() for name in row}, key=lambda c: (c[:6], int(c.split()[-1])))
+    columns = sorted({name for row in results.values() for name in row}, key=lambda c: (c[0], int(c.split()[-1])))
     print(f"| {'tok/s':14} | " + " | ".join(columns) + " |")
     print("|---" * (len(columns) + 1) + "|")
     for variant, row in results.items():
@@ -308,7 +335,6 @@ def main() -> int:
     parser.add_argument("--big", type=Path, default=Path("/dev/shm/llama-phase/fns.gguf"))
     parser.add_argument("--parts", default="equal,speed,stock")
     parser.add_argument("--depths", default="2048,8192,32768,131072")
-    parser.add_argument("--long", type=int, default=32768, help="tokens of the long prompt, 0: none")
     parser.add_argument(
         "--variants", default="", help=f"instead of the parts' own, between semicolons: {'; '.join(VARIANTS)}"
     )
@@ -328,7 +354,9 @@ def main() -> int:
         if not options.big.exists():
             make_model("flash-next-small", options.big)
         try:
-            record["speed"] = measure(options.program, options.big, parts, options.depths, options.long, named)
+            depths = [int(depth) for depth in options.depths.split(",")]
+            record["speed"], different = measure(options.program, options.big, parts, depths, named)
+            failures += different
             if "vram" in parts:
                 record["vram"] = {
                     f"{place}, -ub {ubatch}": vram_per_token(options.big, place, ubatch)
