@@ -1,5 +1,6 @@
 #include "expert-store.h"
 
+#include "host-memory.h"
 #include "phase-steps.h"
 #include "pin-advice.h"
 #include "transaction.h"
@@ -10,7 +11,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <fstream>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -67,16 +67,6 @@ static uint64_t memlock_limit_bytes() {
     }
 #endif
     return PHASE_NO_LIMIT;
-}
-
-static uint64_t available_bytes() { // 0: unknown
-    std::ifstream file("/proc/meminfo");
-    for (std::string line; std::getline(file, line); ) {
-        if (line.rfind("MemAvailable:", 0) == 0) {
-            return std::strtoull(line.c_str() + std::strlen("MemAvailable:"), nullptr, 10) << 10;
-        }
-    }
-    return 0;
 }
 
 // Pages of a file whose content is elsewhere now. They come back when somebody reads them.
@@ -256,7 +246,7 @@ std::string expert_store::move(expert_layer & layer) {
     for (const auto * weight : layer.weights) {
         size += aligned(ggml_nbytes(weight));
     }
-    if (const auto refusal = phase_pin_refusal(size, available_bytes(), RESERVE_BYTES); !refusal.empty()) {
+    if (const auto refusal = phase_pin_refusal(size, phase_available_bytes(), RESERVE_BYTES); !refusal.empty()) {
         return refusal;
     }
     auto * buft = is_cpu(layer.dev) ? ggml_backend_cpu_buffer_type() : ggml_backend_dev_host_buffer_type(layer.dev);

@@ -196,16 +196,30 @@ def _cuda_of_smi(run: Callable[[Sequence[str]], str]) -> str | None:
 
 
 def _memory(root: Path) -> tuple[int, int]:
-    """Total and available; a container's limit (cgroup v2) counts when it is lower."""
+    """Total and available; the limit of a control group (v2) above this process, as a container's, counts when it is
+    lower."""
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
-    limit = root / "sys/fs/cgroup/memory.max"
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        used = int((root / "sys/fs/cgroup/memory.current").read_text())
-        statistics = _numbers((root / "sys/fs/cgroup/memory.stat").read_text())
-        used -= statistics.get("inactive_file", 0) + statistics.get("active_file", 0)  # page cache gives way
-        total, available = min(total, int(text)), min(available, max(int(text) - used, 0))
+    for folder in _control_groups(root):
+        limit = folder / "memory.max"
+        if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+            used = int((folder / "memory.current").read_text())
+            statistics = _numbers((folder / "memory.stat").read_text())
+            used -= statistics.get("inactive_file", 0) + statistics.get("active_file", 0)  # page cache gives way
+            total, available = min(total, int(text)), min(available, max(int(text) - used, 0))
     return total, available
+
+
+def _control_groups(root: Path) -> list[Path]:
+    """Folders of this process's control group and of those above it; a container sees its own as the root."""
+    top = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    paths = [line[3:].strip("/") for line in lines if line.startswith("0::")]
+    own = top / paths[0] if paths else top
+    return [own, *(folder for folder in own.parents if folder.is_relative_to(top))]
 
 
 def _memlock() -> int:

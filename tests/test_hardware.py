@@ -100,6 +100,21 @@ def test_system_files_and_the_limit_of_a_container(tmp_path: Path) -> None:
     assert (machine.ram_total_bytes, machine.ram_available_bytes) == (1000000, 900000), "page cache gives way"
 
 
+def test_the_lowest_limit_of_the_control_groups_above_counts(tmp_path: Path) -> None:
+    for name, text in {
+        "proc/self/cgroup": "9:name=systemd:/\n0::/a.slice/b.service\n",
+        "sys/fs/cgroup/memory.stat": "anon 0\n",
+        "sys/fs/cgroup/a.slice/memory.max": "500000\n",
+        "sys/fs/cgroup/a.slice/memory.current": "200000\n",
+        "sys/fs/cgroup/a.slice/memory.stat": "inactive_file 50000\n",
+        "sys/fs/cgroup/a.slice/b.service/memory.max": "max\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    machine = probe(nvml=no_nvml, run=smi, root=tmp_path)
+    assert (machine.ram_total_bytes, machine.ram_available_bytes) == (500000, 350000)
+
+
 numbers = st.none() | st.integers(-1, 1 << 50)
 names = st.none() | st.text(max_size=9)
 
