@@ -13,3 +13,9 @@ target_sources(ggml-cuda PRIVATE
     ${LLAMA_PHASE_ENGINE_DIR}/select-cuda.cu
     )
 target_include_directories(ggml-cuda PRIVATE ${LLAMA_PHASE_ENGINE_DIR} ${CMAKE_CURRENT_SOURCE_DIR})
+
+# Static libraries that a toolkit links in stay this library's own. Seen: it exported a part of libstdc++, libllama was bound to that, and a
+# process that had another copy, Python, died in a stream.
+if (BUILD_SHARED_LIBS AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
+    target_link_options(ggml-cuda PRIVATE -Wl,--exclude-libs,ALL)
+endif()
