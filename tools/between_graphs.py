@@ -13,10 +13,7 @@ exit codes: 0 done, 1 the server failed (its message), 2 wrong usage, 3 no CUDA 
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -27,6 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from traced import make_library, traced_client  # noqa: E402
+
+from llama_phase.bench import prompt_tokens  # noqa: E402
 from llama_phase.errors import LlamaPhaseError  # noqa: E402
 
 PAUSE_NS = 2_000_000
@@ -87,23 +87,7 @@ def report(found: Figures) -> str:
     return "\n".join(lines)
 
 
-def build(folder: Path) -> Path:
-    """The library. Raises LlamaPhaseError without a compiler or the CUDA headers."""
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    include = Path(nvcc).resolve().parents[1] / "include"
-    if not shutil.which("g++") or not (include / "cuda_runtime_api.h").exists():
-        raise LlamaPhaseError("no g++ or no CUDA headers", fix="install them, put nvcc on the PATH")
-    library = folder / "between_graphs.so"
-    command = ["g++", "-std=c++17", "-O2", "-fPIC", "-shared", f"-I{include}", str(ROOT / "tools/between_graphs.cpp")]
-    subprocess.run([*command, "-o", str(library), "-ldl"], check=True)
-    return library
-
-
 def main() -> int:
-    from llama_phase.bench import prompt_tokens
-    from llama_phase.server import Server
-    from llama_phase.settings import Settings
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--texts", type=int, default=3)
@@ -115,10 +99,9 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             calls = options.calls or Path(folder) / "calls"
-            os.environ.update(LD_PRELOAD=str(build(Path(folder))), BETWEEN_GRAPHS=str(calls.absolute()))
-            flags = ("-np", "1", "--no-warmup", *options.flags)
-            settings = Settings.load(model=options.model, port=0, backend="cuda", upstream=flags)
-            with Server(settings) as server, server.client() as client:
+            library = make_library("between_graphs.cpp", Path(folder), "-ldl")
+            environment = {"LD_PRELOAD": str(library), "BETWEEN_GRAPHS": str(calls.absolute())}
+            with traced_client(options.model, options.flags, environment) as client:
                 for text in range(options.texts):
                     prompt = prompt_tokens(200, text, options.vocabulary)
                     answer = client.completion(prompt, options.tokens, cache_prompt=False, ignore_eos=True)

@@ -1,0 +1,44 @@
+"""Servers that are watched from outside: a library in front of the runtime or inside the driver, made on the spot."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from llama_phase.client import Client
+from llama_phase.errors import MissingPrerequisite
+from llama_phase.server import Server
+from llama_phase.settings import Settings
+
+TOOLS = Path(__file__).resolve().parent
+
+
+def cuda_toolkit() -> Path:
+    """Its folder. Raises MissingPrerequisite without it or a compiler."""
+    folder = Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc").resolve().parents[1]
+    if not shutil.which("g++") or not (folder / "include" / "cuda_runtime_api.h").exists():
+        raise MissingPrerequisite("no g++ or no CUDA headers", fix="install them, put nvcc on the PATH")
+    return folder
+
+
+def make_library(source: str, folder: Path, *more: str) -> Path:
+    """tools/`source` as a shared library in `folder`; `more`: flags of the compiler."""
+    library = (folder / source).with_suffix(".so")
+    include = f"-I{cuda_toolkit() / 'include'}"
+    command = ["g++", "-std=c++17", "-O2", "-fPIC", "-shared", include, str(TOOLS / source), *more, "-o", str(library)]
+    subprocess.run(command, check=True)
+    return library
+
+
+@contextmanager
+def traced_client(model: Path, flags: list[str], environment: dict[str, str]) -> Iterator[Client]:
+    """A client of the CUDA engine's server, one slot, with that environment and this process's."""
+    os.environ.update(environment)
+    upstream = ("-np", "1", "--no-warmup", *flags)
+    settings = Settings.load(model=model, port=0, backend="cuda", upstream=upstream)
+    with Server(settings) as server, server.client() as client:
+        yield client
