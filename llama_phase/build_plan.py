@@ -85,6 +85,10 @@ def default_backends(environ: Mapping[str, str]) -> tuple[list[str], str]:
         return ["cpu"], ""
     if not toolchain.has_nvidia_gpu():
         return ["cpu"], "nvcc is here but no NVIDIA GPU: CPU engine only (`make build ENGINE=cuda` builds both)"
+    try:
+        toolchain.cuda_architectures(environ)
+    except MissingPrerequisite as error:
+        return ["cpu"], f"{error}: CPU engine only"
     return ["cpu", "cuda"], ""
 
 

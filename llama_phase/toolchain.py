@@ -19,6 +19,7 @@ from llama_phase.errors import MissingPrerequisite
 
 OLDEST_GCC = 11
 DEFAULT_CUDA_ARCHITECTURES = "86;90"
+OLDEST_CUDA_ARCHITECTURE = 70  # warps that match values, acquire and release
 JOB_BYTES = {"cpu": 3 << 29, "cuda": 3 << 30}  # memory one compiler may need: 1.5 GiB, and 3 GiB for nvcc
 
 
@@ -126,7 +127,8 @@ def nvcc(environ: Mapping[str, str]) -> Path | None:
 
 
 def cuda_architectures(environ: Mapping[str, str]) -> str:
-    """For CMAKE_CUDA_ARCHITECTURES: the user's, else those of the GPUs here, else the tested ones."""
+    """For CMAKE_CUDA_ARCHITECTURES: the user's, else those of the GPUs here that the kernels can be compiled for, else
+    the tested ones. Raises MissingPrerequisite when all GPUs are too old."""
     if given := environ.get("CMAKE_CUDA_ARCHITECTURES") or environ.get("CUDAARCHS"):
         return given
     try:
@@ -140,7 +142,15 @@ def cuda_architectures(environ: Mapping[str, str]) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return DEFAULT_CUDA_ARCHITECTURES
     found = sorted({line.replace(".", "") for line in done.stdout.split() if re.fullmatch(r"\d+\.\d", line)}, key=int)
-    return ";".join(found) if found and done.returncode == 0 else DEFAULT_CUDA_ARCHITECTURES
+    if not found or done.returncode != 0:
+        return DEFAULT_CUDA_ARCHITECTURES
+    usable = [one for one in found if int(one) >= OLDEST_CUDA_ARCHITECTURE]
+    if not usable:
+        raise MissingPrerequisite(
+            f"the GPUs here have compute capability {found[-1][:-1]}.{found[-1][-1]}, the engine's kernels need 7.0",
+            fix="`make build ENGINE=cpu`, or a newer GPU",
+        )
+    return ";".join(usable)
 
 
 def has_nvidia_gpu() -> bool:

@@ -300,6 +300,33 @@ def test_automatic_backends_need_toolkit_and_gpu(tmp_path, monkeypatch):
     assert build_plan.default_backends({"PATH": "/none", "CUDA_HOME": "/none"}) == (["cpu"], "")
 
 
+@pytest.mark.parametrize(
+    ("listed", "built_for"),
+    [("8.6\n8.6\n9.0\n", "86;90"), ("6.1\n8.6\n", "86"), ("12.0\n", "120"), ("[N/A]\n", "86;90")],
+)
+def test_architectures_of_the_gpus_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, built_for: str
+) -> None:
+    smi(tmp_path, monkeypatch, listed)
+    assert toolchain.cuda_architectures({}) == built_for
+    assert toolchain.cuda_architectures({"CUDAARCHS": "61"}) == "61", "the user knows better"
+
+
+def test_gpus_that_the_kernels_are_not_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi(tmp_path, monkeypatch, "6.1\n6.1\n")
+    with pytest.raises(MissingPrerequisite, match=r"capability 6\.1, the engine's kernels need 7\.0"):
+        toolchain.cuda_architectures({})
+    monkeypatch.setattr(toolchain, "has_nvidia_gpu", lambda: True)
+    script(tmp_path / "nvcc", "exit 0")
+    backends, remark = build_plan.default_backends({"PATH": str(tmp_path)})
+    assert backends == ["cpu"] and "6.1" in remark
+
+
+def smi(folder: Path, monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
+    script(folder / "nvidia-smi", f"cat <<END\n{listed}END")
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
 # --- tools and environment
 
 
