@@ -17,5 +17,5 @@ target_include_directories(ggml-cuda PRIVATE ${LLAMA_PHASE_ENGINE_DIR} ${CMAKE_C
 # Static libraries that a toolkit links in stay this library's own. Seen: it exported a part of libstdc++, libllama was bound to that, and a
 # process that had another copy, Python, died in a stream.
 if (BUILD_SHARED_LIBS AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
-    target_link_options(ggml-cuda PRIVATE -Wl,--exclude-libs,ALL)
+    target_link_options(ggml-cuda PRIVATE LINKER:--exclude-libs,ALL)
 endif()
