@@ -30,6 +30,7 @@ set(LLAMA_PHASE_SOURCES
     ${LLAMA_PHASE_ENGINE_DIR}/phase-swap.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-ubatch.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/phase-ubatch-plan.cpp
+    ${LLAMA_PHASE_ENGINE_DIR}/slot-count.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/slot-policy.cpp
     ${LLAMA_PHASE_ENGINE_DIR}/transaction.cpp
     )

@@ -1,6 +1,7 @@
 #include "expert-cache.h"
 
 #include "phase-steps.h"
+#include "slot-count.h"
 #include "slot-policy.h"
 
 #include "llama-adapter.h"
@@ -122,62 +123,58 @@ void expert_cache::build_slots(int32_t n) {
     }
 }
 
-void expert_cache::create_slots(const std::vector<std::pair<ggml_backend_dev_t, size_t>> & compute_bytes) {
-    const int32_t needed = slots_needed();
-
-    int32_t n_max = 0;
+void expert_cache::create_slots(const std::vector<std::pair<ggml_backend_dev_t, size_t>> & taken_bytes, bool draft) {
+    slot_bounds bounds = { slots_needed(), 0, 0, "" };
     for (const auto & layer : layers) {
-        n_max = std::max(n_max, layer.host->pinned() ? layer.host->n_expert : 0);
+        bounds.all = std::max(bounds.all, layer.host->pinned() ? layer.host->n_expert : 0);
     }
-    if (n_max == 0) {
+    if (bounds.all == 0) {
         LLAMA_LOG_WARN("llama-phase: no slots: no layer's experts are pinned\n");
         return;
     }
 
-    // what fits on every device, and which device is the tightest
-    int32_t     fits = n_max;
-    std::string tightest;
-    size_t      index = 0;
-    for (const auto & [dev, compute] : compute_bytes) {
+    bounds.fits  = bounds.all;
+    size_t index = 0;
+    for (const auto & [dev, taken] : taken_bytes) {
         size_t per_slot = 0;
         for (const auto & layer : layers) {
             per_slot += layer.host->dev == dev && layer.host->pinned() ? layer.host->expert_bytes() : 0;
         }
-        size_t for_draft = 0;
+        size_t draft_compute = 0;
+        size_t draft_slots   = 0;
         if (config.expert_slots < 0) {
-            // a draft on the MTP layers behind ours comes later, with slots and compute buffers of its own
+            // a draft on the MTP layers behind ours comes later, with compute buffers of its own, and slots: as many as ours, or a number
             for (const auto & host : store->layers) {
                 if (host.il >= il_end && host.dev == dev && host.pinned()) {
-                    per_slot += host.expert_bytes();
-                    for_draft = compute;
+                    draft_compute = taken;
+                    if (config.draft_slots < 0) {
+                        per_slot += host.expert_bytes();
+                    } else {
+                        draft_slots += std::min(config.draft_slots, host.n_expert)*host.expert_bytes();
+                    }
                 }
             }
         }
-        const size_t taken  = compute + for_draft;
-        const size_t budget = config.budget_of(index++);
+        const size_t for_draft = draft_compute + draft_slots;
+        const size_t budget    = config.budget_of(index++);
         if (per_slot == 0) {
             continue;
         }
         size_t free  = 0;
         size_t total = 0;
         ggml_backend_dev_memory(dev, &free, &total);
-        const size_t room = std::min(free > RESERVE_BYTES + for_draft ? free - RESERVE_BYTES - for_draft : 0, budget > taken ? budget - taken : 0);
-        const int32_t n = (int32_t) std::min<size_t>(room/per_slot, n_max);
-        if (tightest.empty() || n < fits) {
-            fits     = std::min(fits, n);
-            tightest = format("%s has room for %.0f MiB, a slot of every layer takes %.1f MiB", ggml_backend_dev_name(dev), room/1048576.0, per_slot/1048576.0);
+        const size_t room = std::min(free > RESERVE_BYTES + for_draft ? free - RESERVE_BYTES - for_draft : 0,
+                budget > taken + for_draft ? budget - taken - for_draft : 0);
+        const int32_t n = (int32_t) std::min<size_t>(room/per_slot, bounds.all);
+        if (bounds.room.empty() || n < bounds.fits) {
+            bounds.fits = std::min(bounds.fits, n);
+            bounds.room = format("%s has room for %.0f MiB, a slot of every layer takes %.1f MiB", ggml_backend_dev_name(dev), room/1048576.0, per_slot/1048576.0);
         }
     }
 
-    n_slots_wanted = config.expert_slots < 0 ? fits : std::min(config.expert_slots, n_max);
-    if (n_slots_wanted < needed && config.expert_slots >= 0) {
-        throw std::runtime_error(format("llama-phase: LLAMA_PHASE_EXPERT_SLOTS=%d is too few: %d are needed (experts per token x LLAMA_PHASE_EXPERT_BATCH=%u)",
-                config.expert_slots, needed, config.expert_batch));
-    }
-    if (n_slots_wanted > fits || n_slots_wanted < needed) {
-        throw std::runtime_error(format("llama-phase: %d slots do not fit: %s, so at most %d fit and at least %d are needed",
-                std::max(n_slots_wanted, needed), tightest.c_str(), fits, needed));
-    }
+    const auto count = choose_slots(bounds, config.expert_slots, config.draft_slots, draft, config.expert_batch);
+    n_slots_wanted = count.n;
+    slots_note     = count.why_not_all;
 
     allocate_slots([](const char *) {});
     if (n_slots < n_slots_wanted) {
@@ -191,8 +188,11 @@ void expert_cache::create_slots(const std::vector<std::pair<ggml_backend_dev_t, 
     if (ggml_backend_dev_type(layers[0].host->dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
         LLAMA_LOG_WARN("llama-phase: there is no GPU: slots copy from host memory to host memory, which is of use for tests only\n");
     }
-    LLAMA_LOG_INFO("llama-phase: %d slots for each of %zu layers, %.1f MiB; experts in host memory %.1f MiB\n", n_slots, layers.size(),
-            slot_arena.bytes()/1048576.0, store->pinned_bytes/1048576.0);
+    LLAMA_LOG_INFO("llama-phase: %d slots for each of %zu layers%s, %.1f MiB; experts in host memory %.1f MiB\n", n_slots, layers.size(),
+            !draft ? "" : slots_note.empty() ? " of the draft, all its experts" : " of the draft", slot_arena.bytes()/1048576.0, store->pinned_bytes/1048576.0);
+    if (!slots_note.empty()) {
+        LLAMA_LOG_INFO("llama-phase: %s\n", slots_note.c_str());
+    }
 }
 
 size_t expert_cache::allocate_slots(const fault_point & fault) {
@@ -457,7 +457,9 @@ expert_stats expert_cache::stats() const {
     out.unusable.insert(out.unusable.end(), adapted.begin(), adapted.end());
     out.staged       = staged;
     out.copied       = copied;
-    out.note         = note.empty() || ring_note.empty() ? note + ring_note : note + "; " + ring_note;
+    for (const auto & reason : { note, slots_note, ring_note }) {
+        out.note += (out.note.empty() || reason.empty() ? "" : "; ") + reason;
+    }
     for (const auto & layer : layers) {
         out.layers.push_back({ layer.host->il, ggml_backend_dev_name(layer.host->dev), n_slots ? layer.fetch.n_slots : 0,
                 {}, {}, layer.host->expert_bytes() });

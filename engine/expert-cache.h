@@ -35,10 +35,10 @@ struct expert_cache {
     bool empty() const { return layers.empty(); }
     bool has_unusable() const { return !unusable.empty(); } // layers that keep the stock path
 
-    // Chooses and allocates the number of slots at start. compute_bytes: compute buffers of the decode phase per device, in the order
-    // that LLAMA_PHASE_BUDGET_MIB lists them.
-    // Throws std::runtime_error when too few are asked for (naming the number needed) or too many (naming what fits).
-    void create_slots(const std::vector<std::pair<ggml_backend_dev_t, size_t>> & compute_bytes);
+    // Chooses and allocates the number of slots at start, as choose_slots does. taken_bytes: of the budget of each device, in the order
+    // that LLAMA_PHASE_BUDGET_MIB lists them: compute buffers of the decode phase; of a draft, all that its target has there, too.
+    // Throws std::runtime_error as choose_slots does, and when there is no memory.
+    void create_slots(const std::vector<std::pair<ggml_backend_dev_t, size_t>> & taken_bytes, bool draft);
 
     // Slots again, as many as before; fewer, then none, when they do not fit (noted, never an exception). Returns bytes.
     size_t allocate_slots(const fault_point & fault);
@@ -189,8 +189,9 @@ struct expert_cache {
     std::map<ggml_backend_dev_t, phase_ring_times> ring_times; // for the life of the context, as the counters are
 
     ggml_backend_buffer_ptr counters; // phase_op_counters [4*n_layers], host memory the devices can write
-    std::string             note;      // of the slots, or of the last ring that could not be had
-    std::string             ring_note; // of a limit that stays
+    std::string             note;       // of the slots, or of the last ring that could not be had
+    std::string             slots_note; // of the number at start, which stays
+    std::string             ring_note;  // of a limit that stays
     int32_t                 max_regions = INT32_MAX;
 };
 

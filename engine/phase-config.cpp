@@ -183,6 +183,8 @@ phase_config phase_config_parse(const phase_environment & env) {
             config.prefill_min_tokens = (int32_t) parsed;
         } else if (name == "LLAMA_PHASE_EXPERT_SLOTS") {
             config.expert_slots = (int32_t) parsed;
+        } else if (name == "LLAMA_PHASE_DRAFT_SLOTS") {
+            config.draft_slots = (int32_t) parsed;
         } else if (name == "LLAMA_PHASE_RING") {
             config.ring_regions = (int32_t) parsed;
         } else if (name == "LLAMA_PHASE_PREFETCH") {

@@ -53,6 +53,7 @@ struct phase_config {
     int32_t    prefill_ubatch     = 2048; // tokens; -1: auto
     int32_t    prefill_min_tokens = -1;   // tokens; -1: auto
     int32_t    expert_slots       = 0;    // per layer; -1: auto
+    int32_t    draft_slots        = -1;   // per layer; -1: auto
     uint32_t   expert_batch       = 8;    // tokens
     int32_t    ring_regions       = -1;   // -1: auto
     int32_t    prefetch           = -1;   // experts per token; -1: auto

@@ -108,13 +108,13 @@ void phase_context::create_cache() {
         return;
     }
 
-    std::vector<std::pair<ggml_backend_dev_t, size_t>> compute_bytes;
+    std::vector<std::pair<ggml_backend_dev_t, size_t>> taken;
     for (auto * backend : ctx.backend_ptrs) {
         auto * dev = ggml_backend_get_device(backend);
         // an MTP draft joins its target later, but shares the budget from the start
-        compute_bytes.emplace_back(dev, taken_bytes(dev) + (mtp ? phase_group::taken_by_target_bytes(*this, dev) : 0));
+        taken.emplace_back(dev, taken_bytes(dev) + (mtp ? phase_group::taken_by_target_bytes(*this, dev) : 0));
     }
-    cache->create_slots(compute_bytes);
+    cache->create_slots(taken, mtp);
 
     group->change_experts([&] { experts = std::move(cache); });
     ctx.cparams.phase_experts = experts.get();

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 
 // The living groups, oldest first. Process-wide because the server's HTTP threads ask while contexts come and go (a sleeping server
 // frees them), so they must not hold a context.
@@ -257,8 +258,10 @@ size_t phase_group::taken_bytes(ggml_backend_dev_t dev) const {
 
 size_t phase_group::taken_by_target_bytes(const phase_context & draft, ggml_backend_dev_t dev) {
     std::lock_guard<std::mutex> guard(registry_lock);
-    for (const auto * group : registry) {
-        if (group != draft.group.get() && &group->members.front()->model() == &draft.model()) {
+    std::vector<const phase_group *> others;
+    std::copy_if(registry.begin(), registry.end(), std::back_inserter(others), [&](const auto * group) { return group != draft.group.get(); });
+    for (const auto * group : others) {
+        if (&group->members.front()->model() == &draft.model() || others.size() == 1) {
             return group->taken_bytes(dev);
         }
     }

@@ -38,7 +38,8 @@ struct phase_group {
     // slots, rings and compute buffers of all members on a device
     size_t taken_bytes(ggml_backend_dev_t dev) const;
 
-    // The same of the oldest other group over the draft's model, which is its target; 0 when there is none. The target has to be idle.
+    // The same of the draft's target: the oldest other group over its model, or, for a draft from a file of its own, the only other group.
+    // 0 when there is none. The target has to be idle.
     static size_t taken_by_target_bytes(const phase_context & draft, ggml_backend_dev_t dev);
 
     // Runs `change`, which replaces the experts of a member, while nobody reads them.

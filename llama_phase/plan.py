@@ -4,7 +4,7 @@
     the same, prefill phase           context | dense weights | K/V, state | compute (prefill ubatch) | ring
 
 All experts are planned in host memory (`-ngl 99 --cpu-moe`), layers split by free memory, slots and ring sized as the
-engine does it (engine/expert-cache.cpp, expert-ring.cpp). Weights, K/V, state, slots and ring are
+engine does it (engine/slot-count.cpp, expert-cache.cpp, expert-ring.cpp). Weights, K/V, state, slots and ring are
 computed; ``ESTIMATES`` names the rest.
 """
 
@@ -21,6 +21,7 @@ from llama_phase.hardware import Machine
 from llama_phase.plan_choices import KV_TYPES, RING_LEAST, Choices
 from llama_phase.plan_draft import draft_host_bytes, draft_layers
 from llama_phase.plan_ring import ring_bytes, ring_depth, ringed
+from llama_phase.plan_slots import choose_slots, is_mtp_draft, slots_needed
 from llama_phase.plan_ubatch import QUANTIZED_BYTES, Candidate, Need, candidate_ubatches, largest_that_fits
 
 _MIB = 1 << 20
@@ -45,7 +46,9 @@ class DevicePlan:
     moe_layers: int
     experts_bytes: int  # of its layers, in host memory
     streamed_bytes: int  # of those, what one pass of a prompt moves over its link
-    expert_bytes: int  # one expert of each of its layers: what a slot more takes
+    expert_bytes: (
+        int  # one expert of each of its layers, of a draft's only if it gets one more as well: what a slot more takes
+    )
     context_bytes: int
     dense_bytes: int
     kv_bytes: int
@@ -58,6 +61,7 @@ class DevicePlan:
         0  # of a draft from its own file, at least: loaded when slots that are auto took all but the reserve
     )
     slots_bytes: int = 0
+    draft_slots_bytes: int = 0  # of those
     ring_bytes: int = 0
     decode_short_bytes: int = 0
     prefill_short_bytes: int = 0
@@ -77,7 +81,8 @@ class DevicePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Slots are per layer; `slots_needed` are the fewest the engine accepts, `slots_fit` the most that fit."""
+    """Slots are per layer; `slots_needed` are the fewest the engine accepts, `slots_fit` the most that fit. Those of an
+    MTP draft, whose experts may all be resident, are `draft_slots`."""
 
     choices: Choices
     devices: tuple[DevicePlan, ...]
@@ -89,6 +94,8 @@ class Plan:
     host_bytes: int  # all that is read from host memory: experts, embedding tables, K/V there
     host_short_bytes: int | None  # None: the machine's memory is unknown
     candidates: tuple[Candidate, ...] = ()  # of the prefill micro-batch `auto`
+    draft_slots: int = 0  # per layer of an MTP draft; 0: none has experts in host memory
+    draft_experts: int = 0  # of such a layer
 
     @property
     def fits_vram(self) -> bool:
@@ -121,25 +128,13 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
         for i, (gpu, layers) in enumerate(zip(machine.gpus, split, strict=True))
     ]
     moe = [layer for layers in split for layer in layers if layer.expert_tensor_bytes]
-    needed = max((_slots_needed(facts, choices, layer) for layer in moe), default=0)
-    if needed and choices.slots and choices.slots < needed:
-        raise UsageError(
-            f"{choices.slots} slots are too few: {needed} are needed ({facts.n_used} experts per token x "
-            f"{choices.expert_batch}, LLAMA_PHASE_EXPERT_BATCH)",
-            fix=f"--slots {needed} or more, or a smaller LLAMA_PHASE_EXPERT_BATCH",
-        )
-    most = max((layer.n_expert for layer in moe), default=0)
     rooms = [_slot_room(device, choices, i) for i, device in enumerate(bare)]
-    fit = min(
-        (int(max(room, 0) // d.expert_bytes) for d, room in zip(bare, rooms, strict=True) if d.expert_bytes),
-        default=0,
-    )
-    fit = min(fit, most)
-    wanted = min(choices.slots, most) if choices.slots is not None else fit if fit >= needed else needed
-    regions = _ring_regions(choices, bare, split, wanted)
+    slots = choose_slots(facts, choices, split, rooms)
+    regions = _ring_regions(choices, bare, split, slots.target)
+    most = max((layer.n_expert for layer in moe), default=0)
     devices = []
     for i, (device, layers) in enumerate(zip(bare, split, strict=True)):
-        slots_bytes = sum(layer.expert_bytes * min(wanted, layer.n_expert) for layer in layers)
+        slots_bytes = sum(layer.expert_bytes * slots.of(layer) for layer in layers)
         ring = ring_bytes(layers, regions)
         prefill = device.prefill_compute_bytes
         if choices.switches and not regions:
@@ -151,8 +146,10 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
             DevicePlan(
                 **vars(device)
                 | {
-                    "late_bytes": _late_bytes(facts, choices, layers) if fit < most else 0,
+                    "expert_bytes": sum(x.expert_bytes for x in layers if slots.draft_follows or not is_mtp_draft(x)),
+                    "late_bytes": _late_bytes(facts, choices, layers) if slots.fit < most else 0,
                     "slots_bytes": slots_bytes,
+                    "draft_slots_bytes": sum(x.expert_bytes * slots.of(x) for x in layers if is_mtp_draft(x)),
                     "ring_bytes": ring,
                     "prefill_compute_bytes": prefill if choices.switches else 0,
                     "decode_short_bytes": max(0, int(short)),
@@ -168,14 +165,16 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
     return Plan(
         choices=choices,
         devices=tuple(devices),
-        slots=wanted,
-        slots_needed=needed,
-        slots_fit=fit,
+        slots=slots.target,
+        slots_needed=slots.needed,
+        slots_fit=slots.fit,
         ring_regions=regions,
-        pinned_bytes=kv_host + (experts_bytes if wanted else 0),
+        pinned_bytes=kv_host + (experts_bytes if slots.target else 0),
         host_bytes=host,
         host_short_bytes=None if ram is None else max(0, host - ram),
         candidates=candidates,
+        draft_slots=slots.draft,
+        draft_experts=slots.draft_experts,
     )
 
 
@@ -223,13 +222,11 @@ def _split(facts: ModelFacts, choices: Choices, free: list[int]) -> list[list[La
 
 def _late_bytes(facts: ModelFacts, choices: Choices, layers: list[LayerFacts]) -> int:
     own = [layer for layer in layers if layer.draft and facts.draft is not None]
-    slots = sum(layer.expert_bytes * _slots_needed(facts, choices, layer) for layer in own)
+    number = choices.draft_slots or 0
+    slots = sum(
+        layer.expert_bytes * max(slots_needed(facts, choices, layer), min(number, layer.n_expert)) for layer in own
+    )
     return sum(layer.dense_bytes for layer in own) + slots
-
-
-def _slots_needed(facts: ModelFacts, choices: Choices, layer: LayerFacts) -> int:
-    used = facts.draft.n_used if facts.draft and layer.draft else facts.n_used
-    return min(layer.n_expert, used * choices.expert_batch)
 
 
 def _device_of(index: int, free: list[int], facts: ModelFacts) -> int:

@@ -74,6 +74,8 @@ def _families(now: Choices, facts: ModelFacts) -> Iterator[Iterator[_Step]]:
     moe = bool(facts.moe_layers)
     if now.slots:
         yield iter([_Step("--slots auto", "more misses during decode", {"slots": None})])
+    if now.draft_slots is not None:
+        yield iter([_Step("LLAMA_PHASE_DRAFT_SLOTS=auto", "more misses of the draft", {"draft_slots": None})])
     yield (
         _Step(f"--ubatch {n}", "prompts too short for a switch are slower", {"ubatch": n})
         for n in _halved(now.ubatch, 128)

@@ -89,6 +89,11 @@ def shortfalls(plan: Plan, settings: Settings) -> list[str]:
         what = "weights and K/V"
         if settings.expert_slots not in ("auto", 0):
             certain, what = certain + device.slots_bytes, f"weights, K/V and {plan.slots} slots"
+        elif settings.expert_slots == "auto" and settings.draft_slots != "auto":
+            certain, what = (
+                certain + device.draft_slots_bytes,
+                f"weights, K/V and {plan.draft_slots} slots of the draft",
+            )
         if certain > device.free_bytes:
             missing = (certain - device.free_bytes) / _GIB
             short.append(
@@ -157,6 +162,8 @@ def _experts(plan: Plan, phase: Mapping[str, Any]) -> Iterator[Deviation]:
             yield Deviation("slots per layer", plan.slots, 0, "slots")
         return
     yield Deviation("slots per layer", plan.slots, contexts[0]["slots_per_layer"], "slots")
+    if plan.draft_slots and len(contexts) > 1:
+        yield Deviation("slots of the draft per layer", plan.draft_slots, contexts[1]["slots_per_layer"], "slots")
     slots_bytes = sum(device.slots_bytes for device in plan.devices)
     yield Deviation("slots", slots_bytes, sum(experts["slot_bytes"] for experts in contexts))
     pinned_bytes = plan.pinned_bytes - sum(device.kv_host_bytes for device in plan.devices)

@@ -30,10 +30,12 @@ def least_tokens(ubatch: int, setting: int | str) -> int:
 
 @dataclass(frozen=True)
 class Choices:
-    """All that a plan depends on beside the facts. `slots` None: as many as fit; `batch` None: not limited."""
+    """All that a plan depends on beside the facts. `slots` None: as many as fit; `draft_slots` None: all experts if
+    they fit, else as `slots`; `batch` None: not limited."""
 
     ctx: int
     slots: int | None = None
+    draft_slots: int | None = None
     ubatch: int = 512
     prefill_ubatch: int = 2048
     prefill_auto: bool = False  # prefill_ubatch is then what the plan finds
@@ -75,6 +77,7 @@ class Choices:
         return cls(
             ctx=ctx,
             slots=None if settings.expert_slots == "auto" or not chosen else settings.expert_slots,
+            draft_slots=None if settings.draft_slots == "auto" else settings.draft_slots,
             ubatch=settings.ubatch,
             prefill_ubatch=settings.largest_prefill_ubatch,
             prefill_auto=settings.prefill_ubatch == "auto",

@@ -109,6 +109,7 @@ class Report:
         """What has no flag of `serve`."""
         choices = self.plan.choices
         values = {
+            "LLAMA_PHASE_DRAFT_SLOTS": (str(choices.draft_slots), str(_DEFAULTS.draft_slots)),
             "LLAMA_PHASE_EXPERT_BATCH": (str(choices.expert_batch), str(_DEFAULTS.expert_batch)),
             "LLAMA_PHASE_RING": (str(choices.ring), str(_DEFAULTS.ring)),
             "LLAMA_PHASE_CHUNK": (str(choices.chunk), str(_DEFAULTS.chunk)),

@@ -52,6 +52,8 @@ def lines(report: Report) -> Iterator[str]:
     if facts.moe_layers:
         most = f"at most {plan.slots_fit} fit, at least {plan.slots_needed} are needed"
         yield f"slots per layer: {plan.slots} ({most})"
+        if plan.draft_slots:
+            yield f"slots of the draft: {_of_the_draft(plan)}"
         yield f"ring: {plan.ring_regions} layers" if plan.ring_regions else "ring: none, stock uploads"
     yield from _candidates(plan)
     if in_host := sum(device.kv_host_bytes for device in plan.devices):
@@ -76,6 +78,14 @@ def _table(devices: tuple[DevicePlan, ...], switches: bool) -> Iterator[str]:
             name = decode if phase == "decode" else prefill
             cells += f"{gib(getattr(device, name)) if name else '-':>16}"
         yield f"{title:18}{cells}"
+
+
+def _of_the_draft(plan: Plan) -> str:
+    if plan.draft_slots == plan.draft_experts:
+        return f"{plan.draft_slots}, all its experts"
+    chosen = plan.choices.draft_slots is not None
+    why = "LLAMA_PHASE_DRAFT_SLOTS" if chosen else "more do not fit beside those of the target"
+    return f"{plan.draft_slots} of {plan.draft_experts} experts per layer ({why})"
 
 
 def _candidates(plan: Plan) -> Iterator[str]:

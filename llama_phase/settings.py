@@ -57,6 +57,7 @@ class Settings(BaseSettings):
     prefill_ubatch: Literal["auto"] | Annotated[int, Field(ge=1, le=65536)] = 2048
     prefill_min_tokens: Literal["auto"] | Annotated[int, Field(ge=1, le=2**30)] = "auto"
     expert_slots: Literal["auto"] | Annotated[int, Field(ge=0, le=65536)] = 0
+    draft_slots: Literal["auto"] | Annotated[int, Field(ge=1, le=65536)] = "auto"
     expert_batch: Annotated[int, Field(ge=1, le=64)] = 8
     ring: Literal["auto"] | Annotated[int, Field(ge=0, le=64)] = "auto"
     prefetch: Literal["auto"] | Annotated[int, Field(ge=0, le=64)] = "auto"

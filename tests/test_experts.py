@@ -93,7 +93,8 @@ def test_mtp_verify_batches(servers: ExpertFleet, prompt, model: str, n_draft: i
     """Batches of 2, 4 and 8 tokens, with the fewest slots; the draft's experts have slots of their own."""
     batch = n_draft + 1
     args = mtp(n_draft)
-    server = servers.switching(model, batch * N_USED, *args, EXPERT_BATCH=batch)
+    slots = {"EXPERT_BATCH": batch, "DRAFT_SLOTS": batch * N_USED}
+    server = servers.switching(model, batch * N_USED, *args, **slots)
     for n in (5, 1100):
         tokens = prompt(model, n)
         of_stock = servers.stock_answer(model, tokens, 64, *args, ubatch=DECODE_UBATCH if n == 5 else PREFILL_UBATCH)

@@ -61,7 +61,7 @@ def test_drafts_beside_a_prompt(start, servers: ExpertFleet, prompt, model: str)
     """Any split, all-F32: one sequence drafts and verifies while the prompt of another is in the prefill phase, where
     neither slots nor a ring serve the draft."""
     exact = f"{model}-exact"
-    server = start(exact, *mtp(3), EXPERT_BATCH=4, sizes={"ctx": 16384, "parallel": 2})
+    server = start(exact, *mtp(3), EXPERT_BATCH=4, DRAFT_SLOTS=N_SLOTS, sizes={"ctx": 16384, "parallel": 2})
     short, long = prompt(exact, 20, seed=1), prompt(exact, 7000, seed=2)
     expected = servers.stock_answer(exact, short, 400, ctx=16384, parallel=2)
     in_prefill = 0

@@ -82,7 +82,7 @@ def test_enter_fails(start, check, model: str, args: tuple[str, ...], step: str)
     check(server, model, *args)
     check(server, model, *args, switched=False)
     assert server.counters() | {"entered": 1, "left": 1, "rolled_back": 1} == server.counters()
-    assert slots_of(server) == [N_SLOTS] * (1 + bool(args))
+    assert slots_of(server) == [N_SLOTS, *([N_EXPERT] if args else [])]
     assert_sane(server)
     check(server, model, *args)
     assert server.counters()["left"] == 2
@@ -115,7 +115,7 @@ def test_leave_fails_once(start, check, model: str, args: tuple[str, ...], step:
     assert looked_up(server) == before, "the stock path"
     assert_sane(server)
     check(server, model, *args)
-    assert slots_of(server) == [N_SLOTS] * (1 + bool(args))
+    assert slots_of(server) == [N_SLOTS, *([N_EXPERT] if args else [])]
     assert looked_up(server) > before
     assert server.counters() | {"entered": 2, "left": 2, "failed": 0, "rolled_back": 0} == server.counters()
     assert_sane(server)
@@ -197,7 +197,7 @@ def test_slots_of_a_draft_do_not_fit(start, check) -> None:
     model = "qwen4exp"
     server = start(model, *MTP, EXPERT_BATCH=4, FAULT="slots.allocate:2")
     check(server, model, *MTP)
-    assert slots_of(server) == [N_SLOTS, 4 * N_USED]
+    assert slots_of(server) == [N_SLOTS, N_EXPERT // 2]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_ring_does_not_start(start, check, model: str, args: tuple[str, ...]) ->
     state = server.phase()
     assert state["counters"] | {"entered": 0, "rolled_back": 1, "failed": 0} == state["counters"]
     assert state["last_failure"] == "enter.reserve_prefill_buffers: injected fault"
-    assert slots_of(server) == [N_SLOTS] * (1 + bool(args))
+    assert slots_of(server) == [N_SLOTS, *([N_EXPERT] if args else [])]
     assert_sane(server)
     check(server, model, *args)
     assert server.counters()["left"] == 1

@@ -279,7 +279,7 @@ def test_draft_counts_against_the_budget(alone, prompt) -> None:
     assert "16 slots do not fit" in message
     roomy = (both + 16 * (N_LAYER + 1) * EXPERT_BYTES) // MIB + 1
     server = alone(model, 16, *MTP, BUDGET_MIB=roomy, **TRANSACTION)
-    assert [member["slots_per_layer"] for member in server.phase()["experts"]] == [16, 16]
+    assert experts(server)["slots_per_layer"] == 16 <= experts(server, 1)["slots_per_layer"]
 
 
 def test_ring_shares_the_budget_with_a_draft(alone, servers: ExpertFleet, prompt) -> None:

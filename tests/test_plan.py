@@ -115,6 +115,56 @@ def test_an_mtp_draft_takes_states_a_layer_and_buffers(flash: ModelFacts) -> Non
     assert words[words.index("--mtp") + 1] == "auto"
 
 
+def test_all_experts_of_the_draft_are_resident_when_they_fit(flash: ModelFacts) -> None:
+    """Beside a chosen number of the target's: down to the byte, and one byte less leaves it as many as the target."""
+    choices = replace(CTX, slots=80, draft_tokens=7)
+    roomy = make_plan(flash, machine("48"), choices)
+    (device,) = roomy.devices
+    one = next(layer.expert_bytes for layer in flash.layers if layer.mtp)
+    assert (roomy.slots, roomy.draft_slots, roomy.draft_experts) == (80, 512, 512)
+    assert device.draft_slots_bytes == 512 * one == device.slots_bytes - 80 * device.expert_bytes
+    for missing, n in ((0, 512), (1, 80)):
+        free = device.decode_bytes + RESERVE_BYTES - missing
+        plan = make_plan(flash, Machine(gpus=(Gpu(0, "", vram_free_bytes=free),)), choices)
+        assert plan.draft_slots == n and plan.slots == 80 and plan.fits_vram
+        budget = replace(
+            choices, budgets_mib=((device.decode_compute_bytes + device.slots_bytes) // 2**20 + 1 - missing,)
+        )
+        assert make_plan(flash, machine("48"), budget).draft_slots == n
+    said = "\n".join(lines(Report(flash, machine("48"), roomy)))
+    assert "slots of the draft: 512, all its experts" in said
+    said = "\n".join(lines(Report(flash, machine("24"), plan)))
+    assert "slots of the draft: 80 of 512 experts per layer (more do not fit" in said
+    assert make_plan(flash, machine("48"), replace(choices, slots=0)).draft_slots == 0
+
+
+def test_slots_that_are_auto_leave_the_draft_as_many_and_what_is_left_over(flash: ModelFacts) -> None:
+    plan = make_plan(flash, machine("24"), replace(CTX, draft_tokens=7))
+    (device,) = plan.devices
+    assert plan.slots_needed <= plan.slots <= plan.draft_slots < plan.slots + device.moe_layers
+    spare = device.free_bytes - RESERVE_BYTES - device.decode_bytes
+    assert 0 <= spare < device.draft_slots_bytes // plan.draft_slots
+    assert make_plan(flash, machine("640"), replace(CTX, draft_tokens=7)).draft_slots == 512
+
+
+@pytest.mark.parametrize("n", [80, 300, 512, 9999])
+def test_a_number_of_slots_for_the_draft_is_kept_and_left_room_for(flash: ModelFacts, n: int) -> None:
+    choices = replace(CTX, draft_tokens=7, draft_slots=n)
+    plan, auto = make_plan(flash, machine("24"), choices), make_plan(flash, machine("24"), replace(CTX, draft_tokens=7))
+    assert plan.draft_slots == min(n, 512) and plan.fits_vram
+    assert (plan.slots > auto.slots) == (plan.draft_slots < auto.slots)
+    (device,) = plan.devices
+    assert 0 <= device.free_bytes - RESERVE_BYTES - device.decode_bytes < device.expert_bytes
+    report = Report(flash, machine("24"), plan)
+    assert report.environment["LLAMA_PHASE_DRAFT_SLOTS"] == str(n)
+    assert ("(LLAMA_PHASE_DRAFT_SLOTS)" in "\n".join(lines(report))) == (n < 512)
+    with pytest.raises(UsageError, match="79 slots are too few for the draft: 80 are needed"):
+        make_plan(flash, machine("24"), replace(choices, draft_slots=79))
+    tight = replace(choices, slots=auto.slots, draft_slots=512)
+    assert not make_plan(flash, machine("24"), tight).fits_vram
+    assert "LLAMA_PHASE_DRAFT_SLOTS=auto" in [change.what for change in changes(flash, machine("24"), tight)]
+
+
 def test_a_draft_from_its_own_file_is_in_the_plan(flash: ModelFacts, tmp_path: Path) -> None:
     """The block's file beside a model whose own block is not used: as the block inside, and its head and table more."""
     path = write_flash_next(tmp_path, trunk=False)
@@ -282,12 +332,22 @@ def test_nothing_is_promised_when_nothing_is_enough(flash: ModelFacts) -> None:
     slots=st.none() | st.sampled_from([0, 80, 300, 512]),
     ubatch=st.sampled_from([128, 512, 2048]),
     budgets=st.sampled_from([(), (4096,), (30000, 2000)]),
+    draft=st.sampled_from([(0, None), (7, None), (7, 80), (7, 512)]),
 )
 def test_any_plan_is_consistent(
-    flash: ModelFacts, vram: list[int], ctx: int, slots: int | None, ubatch: int, budgets: tuple[int, ...]
+    flash: ModelFacts,
+    vram: list[int],
+    ctx: int,
+    slots: int | None,
+    ubatch: int,
+    budgets: tuple[int, ...],
+    draft: tuple[int, int | None],
 ) -> None:
     where = Machine(gpus=tuple(Gpu(i, "", vram_free_bytes=size * GIB) for i, size in enumerate(vram)))
-    choices = Choices(ctx=ctx, slots=slots, ubatch=ubatch, budgets_mib=budgets)
+    draft_tokens, draft_slots = draft
+    choices = Choices(
+        ctx=ctx, slots=slots, ubatch=ubatch, budgets_mib=budgets, draft_tokens=draft_tokens, draft_slots=draft_slots
+    )
     plan = make_plan(flash, where, choices)
     for device in plan.devices:
         if plan.fits_vram:

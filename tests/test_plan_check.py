@@ -65,9 +65,9 @@ def reported(plan: Plan, **changes: int) -> dict:
     layers = [{}] * sum(device.moe_layers for device in plan.devices)
     contexts = [values | {"layers": layers}]
     if plan.choices.draft_tokens:
-        own = plan.slots * FLASH_EXPERT_BYTES
+        own = plan.draft_slots * FLASH_EXPERT_BYTES
         contexts[0] |= {"slot_bytes": values["slot_bytes"] - own, "layers": layers[1:]}
-        contexts.append({"slots_per_layer": plan.slots, "slot_bytes": own, "pinned_bytes": 0, "layers": [{}]})
+        contexts.append({"slots_per_layer": plan.draft_slots, "slot_bytes": own, "pinned_bytes": 0, "layers": [{}]})
     return {"experts": contexts, "memory": memory, "last_enter_steps": steps}
 
 
@@ -168,6 +168,10 @@ def test_l6_what_cannot_fit_is_refused_before_loading_with_the_shortfall_of_each
         check.starting(settings)
     assert "GPU 1 is" in str(caught.value) and "GiB short for weights, K/V and 500 slots" in str(caught.value)
     assert "llama-phase plan" in caught.value.fix
+    drafting = {"model": flash.path, "ctx": 32768, "expert_slots": "auto", "mtp": "auto", "draft_slots": 500}
+    check, settings = companion(tmp_path, [], "6", **drafting)
+    with pytest.raises(UsageError, match=r"GPU 0 is .* GiB short for weights, K/V and 500 slots of the draft"):
+        check.starting(settings)
     check, settings = companion(tmp_path, [], "1,1", model=flash.path, ctx=32768)
     with pytest.raises(UsageError, match=r"GPU 0 is .* GPU 1 is"):
         check.starting(settings)
@@ -178,7 +182,7 @@ def test_l6_a_draft_from_its_own_file_counts_and_where_its_experts_are_decides(
 ) -> None:
     """Without -cmoed all its weights go to the GPU, 1.4 GB of experts: `certain` has no room for those."""
     draft = write_flash_next(tmp_path, trunk=False)
-    slots = {"model": flash.path, "ctx": 4096, "expert_slots": 80, "mtp": "auto"}
+    slots = {"model": flash.path, "ctx": 4096, "expert_slots": 80, "draft_slots": 80, "mtp": "auto"}
     one = with_given(Machine(), vram="48", ram="192")
     base = ("-ngl", "99", "--cpu-moe")
     planned, _ = plan_check.plan_of(Settings.load(**slots, upstream=[*base, "-md", str(draft), "-cmoed"]), one)
@@ -265,25 +269,30 @@ def test_what_is_computed_agrees_with_the_real_engine(one_server, prompt, model_
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("draft_slots", ["auto", 20])
 @pytest.mark.parametrize("own_file", [False, True])
-def test_slots_of_a_draft_agree_with_the_real_engine(engine: Path, model_path, tmp_path: Path, own_file: bool) -> None:
+def test_slots_of_a_draft_agree_with_the_real_engine(
+    engine: Path, model_path, tmp_path: Path, own_file: bool, draft_slots: int | str
+) -> None:
     """The block in the model, and E2: a model without one beside the block's file. What both contexts pin of one model
     is counted once."""
     models = {"model": make_model("tiny", tmp_path / "m.gguf", mtp="no") if own_file else model_path("qwen4exp")}
     flags = ["--spec-type", "draft-mtp", "--spec-draft-n-max", "3"]
     if own_file:
         flags += ["-md", str(make_model("tiny", tmp_path / "mtp.gguf", mtp="only")), "-cmoed"]
-    slots = {"expert_slots": 24, "expert_batch": 4, "ctx": 4096}
+    slots = {"expert_slots": 24, "draft_slots": draft_slots, "expert_batch": 4, "ctx": 4096}
     settings = Settings.load(model=models["model"], upstream=["-ngl", "99", "--cpu-moe", *flags], **slots)
     plan, why = plan_check.plan_of(settings, with_given(Machine(), vram="24", ram="192"))
     assert plan is not None, why
+    assert (plan.slots, plan.draft_slots) == (24, 32 if draft_slots == "auto" else draft_slots)
     fleet = ExpertFleet(models.__getitem__, tmp_path)
     with stopped_at_the_end(fleet) as alone:
-        server = alone("model", 24, *flags, EXPERT_BATCH=4, **TRANSACTION)
+        server = alone("model", 24, *flags, EXPERT_BATCH=4, DRAFT_SLOTS=draft_slots, **TRANSACTION)
         answer = server.complete([100 + i % 900 for i in range(1200)], n=8)
         assert answer.timings["draft_n"] > 0
         found = {deviation.item: deviation for deviation in compare(plan, server.phase())}
-    assert set(found) == {"slots per layer", "slots", "pinned host memory", "layers with slots", "ring"}
+    of_draft = {"slots of the draft per layer"}
+    assert set(found) == {"slots per layer", "slots", "pinned host memory", "layers with slots", "ring"} | of_draft
     assert {item: str(deviation) for item, deviation in found.items() if deviation.error} == {}
 
 

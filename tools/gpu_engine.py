@@ -159,7 +159,9 @@ def check_model(
         failures += failures_of(check_adapter, preset, model, least, tensors, split)
     if preset != "tiny-moe":  # which has no MTP block
         of_verify = {"expert_slots": 4 * n_used, "expert_batch": 4}
-        failures += failures_of(check_same_flags, preset, "least slots, MTP", model, of_verify, (*MTP, *split))
+        least_of_draft = {**of_verify, "draft_slots": 4 * n_used}
+        for name, slots in (("least slots, MTP", least_of_draft), ("least slots, resident MTP", of_verify)):
+            failures += failures_of(check_same_flags, preset, name, model, slots, (*MTP, *split))
     return failures
 
 

@@ -54,7 +54,7 @@ std::vector<std::string> split(const std::string & text) {
 // all fields, so that two configurations can be compared
 std::string text(const phase_config & c) {
     std::ostringstream out;
-    out << c.mode << ' ' << c.prefill_ubatch << ' ' << c.prefill_min_tokens << ' ' << c.expert_slots << ' ' << c.expert_batch << ' '
+    out << c.mode << ' ' << c.prefill_ubatch << ' ' << c.prefill_min_tokens << ' ' << c.expert_slots << ' ' << c.draft_slots << ' ' << c.expert_batch << ' '
         << c.ring_regions << ' ' << c.prefetch << ' ' << c.chunk << ' ' << c.log << ' ' << c.restore << ' ' << c.refill_bytes << ' ' << c.kv << ' ' << c.kv_rows << ' ' << c.select << ' ' << c.draft_auto << ' ' << c.graphs << " budget";
     for (const auto bytes : c.budget_bytes) {
         out << ' ' << bytes;
