@@ -1,7 +1,8 @@
 """What goes along with a supervisor: a stand-in on the port, the service manager, metrics, conversations.
 
 Each is told what happens and may fail without harm to what serves. All calls come from the supervisor's thread, in this
-order: starting, ready, stopping, gone, and waiting in between; `status` at every change, `beat` at every tick.
+order: starting, resolved, ready, stopping, gone, and waiting in between; `status` at every change, `beat` at every
+tick.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ class Companion:
 
     def starting(self, settings: Settings) -> None:
         """A server is about to be started and will take the port. Raises LlamaPhaseError if it must not."""
+
+    def resolved(self, settings: Settings) -> Settings:
+        """After `starting`: the settings to start it with, what was left to this machine being a number. They are
+        neither journalled nor the supervisor's own."""
+        return settings
 
     def ready(self, server: Server) -> None:
         """It is ready."""

@@ -46,9 +46,7 @@ class DevicePlan:
     moe_layers: int
     experts_bytes: int  # of its layers, in host memory
     streamed_bytes: int  # of those, what one pass of a prompt moves over its link
-    expert_bytes: (
-        int  # one expert of each of its layers, of a draft's only if it gets one more as well: what a slot more takes
-    )
+    expert_bytes: int  # what a slot more takes: an expert of each of its layers, not of a draft that gets no more
     context_bytes: int
     dense_bytes: int
     kv_bytes: int
@@ -57,9 +55,7 @@ class DevicePlan:
     prefill_compute_bytes: int
     kv_host_bytes: int = 0  # of its layers, in host memory
     kv_rows_bytes: int = 0  # of those, positions that the device keeps as well
-    late_bytes: int = (
-        0  # of a draft from its own file, at least: loaded when slots that are auto took all but the reserve
-    )
+    late_bytes: int = 0  # needed, at least, for a draft from its own file behind slots that are auto
     slots_bytes: int = 0
     draft_slots_bytes: int = 0  # of those
     ring_bytes: int = 0
@@ -226,7 +222,8 @@ def _late_bytes(facts: ModelFacts, choices: Choices, layers: list[LayerFacts]) -
     slots = sum(
         layer.expert_bytes * max(slots_needed(facts, choices, layer), min(number, layer.n_expert)) for layer in own
     )
-    return sum(layer.dense_bytes for layer in own) + slots
+    reserve = RESERVE_BYTES if slots else 0  # which those slots leave as well
+    return sum(layer.dense_bytes for layer in own) + slots + reserve
 
 
 def _device_of(index: int, free: list[int], facts: ModelFacts) -> int:

@@ -88,23 +88,25 @@ def shortfalls(plan: Plan, settings: Settings) -> list[str]:
         certain = device.dense_bytes + device.kv_bytes + device.state_bytes
         what = "weights and K/V"
         if settings.expert_slots not in ("auto", 0):
-            certain, what = certain + device.slots_bytes, f"weights, K/V and {plan.slots} slots"
+            fewest = ", the fewest" if plan.slots == plan.slots_needed else ""
+            certain, what = certain + device.slots_bytes, f"weights, K/V and {plan.slots} slots{fewest}"
         elif settings.expert_slots == "auto" and settings.draft_slots != "auto":
-            certain, what = (
-                certain + device.draft_slots_bytes,
-                f"weights, K/V and {plan.draft_slots} slots of the draft",
-            )
+            certain += device.draft_slots_bytes
+            what = f"weights, K/V and {plan.draft_slots} slots of the draft"
         if certain > device.free_bytes:
             missing = (certain - device.free_bytes) / _GIB
             short.append(
                 f"{device.name} is {missing:.2f} GiB short for {what} ({device.free_bytes / _GIB:.2f} GiB free)"
             )
-        elif settings.expert_slots == "auto" and device.late_bytes > RESERVE_BYTES:
-            short.append(
-                f"{device.name} keeps 0.5 GiB beside slots that are auto, and the draft, which is loaded after them, "
-                f"takes {device.late_bytes / _GIB:.2f} (with --slots {plan.slots} both fit, by the plan)"
-            )
     return short
+
+
+def slots_beside_a_late_draft(plan: Plan, settings: Settings) -> int | None:
+    """The number that slots which are auto need, so that a draft from a file of its own fits, which is loaded after
+    they took all but the reserve; at least the fewest that the engine accepts. None: the reserve is enough for it, or
+    there is a number. Pure."""
+    late = any(device.late_bytes > RESERVE_BYTES for device in plan.devices)
+    return plan.slots if settings.expert_slots == "auto" and late else None
 
 
 def save(folder: Path, deviations: Sequence[Deviation], *, model: str, engine: str) -> None:

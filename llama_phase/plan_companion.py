@@ -6,15 +6,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llama_phase import plan_check
 from llama_phase.client import Client, RequestFailed
 from llama_phase.companions import Companion
+from llama_phase.configuration import configuration_of
 from llama_phase.errors import UsageError
 from llama_phase.hardware import Machine
 from llama_phase.plan import Plan
-from llama_phase.settings import Settings, argv
+from llama_phase.settings import Settings
+from llama_phase.upstream_flags import DRAFT_MODEL, flag_value
 
 if TYPE_CHECKING:
     from llama_phase.server import Server
@@ -29,22 +31,40 @@ class PlanCheck(Companion):
         """`folder` is the supervisor's. `machine` None: this one, as it is before each first start."""
         self._folder, self._say, self._machine = folder, say, machine
         self._plan: Plan | None = None
-        self._planned: list[str] = []
+        self._planned: dict[str, Any] = {}
+        self._slots: int | None = None  # of settings whose slots are auto, beside a draft that is loaded after them
         self._checking: threading.Thread | None = None
 
     def starting(self, settings: Settings) -> None:
         """Raises UsageError for what cannot fit, when these settings are started for the first time: right after a
         death its memory may not be free again yet."""
-        if argv(settings) == self._planned:
-            return
-        self._planned = argv(settings)
+        asked = configuration_of(settings, "").settings
+        if asked != self._planned:
+            self._make_plan(settings)
+            self._planned = asked
+        if self._slots is not None:
+            draft = Path(flag_value(settings.upstream, DRAFT_MODEL) or "").name
+            self._say(f"slots: {self._slots}, so that the draft from {draft} fits")
+
+    def resolved(self, settings: Settings) -> Settings:
+        return settings if self._slots is None else settings.model_copy(update={"expert_slots": self._slots})
+
+    def _make_plan(self, settings: Settings) -> None:
+        self._slots = None
         self._plan, _ = plan_check.plan_of(settings, self._machine)
+        if self._plan is None:
+            return
+        slots = plan_check.slots_beside_a_late_draft(self._plan, settings)
+        if slots is not None:
+            settings = settings.model_copy(update={"expert_slots": slots})
+            self._plan, _ = plan_check.plan_of(settings, self._machine)
         short = plan_check.shortfalls(self._plan, settings) if self._plan is not None else []
         if short:
             raise UsageError(
                 f"{settings.model.name} does not fit: {'; '.join(short)}",
                 fix=f"`llama-phase plan {settings.model}` says what would; LLAMA_PHASE_CHECK_PLAN=off loads it anyway",
             )
+        self._slots = slots
 
     def ready(self, server: Server) -> None:
         if self._plan is not None:

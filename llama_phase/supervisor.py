@@ -170,6 +170,8 @@ class Supervisor:
                 settings = _settings_for(configuration, self.settings)
             for companion in self.companions:
                 companion.starting(settings)
+            for companion in self.companions:
+                settings = companion.resolved(settings)
             environment = environment_for(configuration, self._environment)
             attempt = Attempt(Server(settings, base_environment=environment), self.folder, wall=self._wall)
             event = attempt.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +13,7 @@ from expert_servers import TRANSACTION, ExpertFleet, stopped_at_the_end
 from sparse_gguf import write_flash_next
 from synth_gguf import make_model
 
-from llama_phase import plan_check, plan_plot
+from llama_phase import plan_check, plan_plot, plan_text
 from llama_phase.errors import MissingPrerequisite, UsageError
 from llama_phase.gguf_facts import ModelFacts, read_facts
 from llama_phase.given_machine import with_given
@@ -203,25 +202,65 @@ def test_l6_a_draft_from_its_own_file_counts_and_where_its_experts_are_decides(
     assert "download" in plan_check.plan_of(settings, one)[1]
 
 
-def test_slots_that_are_auto_leave_no_room_for_a_draft_that_is_loaded_after_them(
+def test_slots_that_are_auto_become_a_number_beside_a_draft_that_is_loaded_after_them(
     flash: ModelFacts, tmp_path: Path
 ) -> None:
-    """Its 1.4 GB on the GPU, unless its experts stay in host memory or all of the target's fit."""
+    """Its 1.4 GB on the GPU, or its slots, unless all of the target's fit."""
     draft = str(write_flash_next(tmp_path, trunk=False))
     given = {"model": flash.path, "ctx": 4096, "expert_slots": "auto", "mtp": "auto"}
     flags = ["-ngl", "99", "--cpu-moe", "-md", draft]
-    check, settings = companion(tmp_path, [], "24", **given, upstream=flags)
-    with pytest.raises(UsageError, match=r"GPU 0 keeps 0.5 GiB .* --slots (\d+) both fit") as caught:
-        check.starting(settings)
-    n = int(re.search(r"--slots (\d+)", str(caught.value))[1])
+    said: list[str] = []
+    check, settings = companion(tmp_path, [], "24", **given, upstream=[*flags, "-cmoed"])
+    check.starting(settings)
+    of_slots = check.resolved(settings).expert_slots
+    check, settings = companion(tmp_path, said, "24", **given, upstream=flags)
+    check.starting(settings)
+    n = check.resolved(settings).expert_slots
+    assert check.resolved(settings) == settings.model_copy(update={"expert_slots": n}) and 80 <= of_slots < 512
+    assert said == [f"slots: {n}, so that the draft from {Path(draft).name} fits"]
+    facts = read_facts(flash.path, draft)
+    one = with_given(Machine(), vram="24", ram="192")
+    plan = make_plan(facts, one, Choices.of(settings, facts))
+    assert plan.slots == n and not any(device.decode_short_bytes for device in plan.devices)
+    assert said[0].split(", ")[1] in "\n".join(plan_text.lines(Report(facts, one, plan)))
+    assert not make_plan(facts, one, replace(plan.choices, slots=n + 1)).fits_vram
+
+    # a restart has the same, whatever is free by then, and says it again; other settings are planned anew
+    check._machine = with_given(Machine(), vram="20", ram="192")
+    check.starting(settings.model_copy(update={"port": 9}))
+    assert check.resolved(settings).expert_slots == n and said == said[:1] * 2
+    other = settings.model_copy(update={"ctx": 8192})
+    check.starting(other)
+    assert 80 <= check.resolved(other).expert_slots < n
+
     for vram, changes in (
         ("24", {"expert_slots": n}),
-        ("24", {"upstream": [*flags, "-cmoed"]}),
+        ("24", {"upstream": [*flags, "-ngld", "0"]}),
         ("24", {"upstream": flags[:3]}),
         ("640", {}),
     ):
-        check, settings = companion(tmp_path, [], vram, **given | {"upstream": flags} | changes)
+        check, settings = companion(tmp_path, said, vram, **given | {"upstream": flags} | changes)
         check.starting(settings)
+        assert check.resolved(settings) is settings and len(said) == 3
+
+
+def test_a_late_draft_beside_which_the_fewest_slots_do_not_fit_is_refused(flash: ModelFacts, tmp_path: Path) -> None:
+    draft = str(write_flash_next(tmp_path, trunk=False))
+    given = {"model": flash.path, "ctx": 4096, "expert_slots": "auto", "mtp": "auto"}
+    flags = ["-ngl", "99", "--cpu-moe", "-md", draft]
+    settings = Settings.load(**given, upstream=flags)
+    plan, _ = plan_check.plan_of(settings.model_copy(update={"expert_slots": 80}), with_given(Machine(), vram="48"))
+    (gpu,) = plan.devices
+    certain = gpu.dense_bytes + gpu.kv_bytes + gpu.state_bytes + gpu.slots_bytes
+    said: list[str] = []
+    check, settings = companion(tmp_path, said, f"{certain / (1 << 30) - 0.05:.3f}", **given, upstream=flags)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="GiB short for weights, K/V and 80 slots, the fewest"):
+            check.starting(settings)
+    assert said == []
+    check, settings = companion(tmp_path, said, f"{certain / (1 << 30) + 0.05:.3f}", **given, upstream=flags)
+    check.starting(settings)
+    assert check.resolved(settings).expert_slots == 80, "an estimate refuses nothing"
 
 
 def test_l17_an_estimate_refuses_nothing_and_there_is_a_way_to_force(flash: ModelFacts, tmp_path: Path) -> None:

@@ -18,9 +18,13 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_world import World, gone, until
+from sparse_gguf import write_flash_next
 from supervised import Run
 
+from llama_phase import plan_check
 from llama_phase.errors import EngineUnusable, ServerCrash, ServerStartError
+from llama_phase.given_machine import with_given
+from llama_phase.hardware import Machine
 from llama_phase.journal import Journal
 from llama_phase.supervisor_status import SupervisorStatus
 
@@ -230,6 +234,43 @@ def test_the_breaker_of_a_changed_configuration_leads_back_too(world: World, run
     it = run(upstream=("--new",), policy={"settled_s": 60, "restarts": 1})
     until(lambda: it.status.rollbacks == 1 and it.status.state == "ready", "rolled back and ready")
     assert it.status.restarts == 1 and it.status.failure.kind == "exit"
+
+
+def test_slots_that_became_a_number_stay_one_and_what_is_journalled_is_auto(
+    world: World, run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a draft from a file of its own: through a restart, although nothing is free then, and a rollback."""
+    monkeypatch.setattr(plan_check, "probe", lambda: with_given(Machine(), vram="24", ram="192"))
+    draft = str(write_flash_next(tmp_path, trunk=False))
+    flags = ("-ngl", "99", "--cpu-moe", "-md", draft)
+    given = {"model": write_flash_next(tmp_path), "ctx": 4096, "expert_slots": "auto", "mtp": "auto"}
+    it = run(**given, upstream=flags)
+    first = it.until_state("ready", "failed")
+
+    def slots(status: SupervisorStatus) -> str:
+        until(lambda: world.child_pid() == status.server_pid, "the server says what it got")
+        return str(world.child()["environment"]["LLAMA_PHASE_EXPERT_SLOTS"])  # type: ignore[index]
+
+    n = slots(first)
+    line = f"slots: {n}, so that the draft from {Path(draft).name} fits"
+    assert int(n) >= 80 and line in it.said and list(first.notes) == [line]
+    until(lambda: Journal(it.folder / "served").good(), "noted as good")
+    assert [record.configuration.settings["expert_slots"] for record in Journal(it.folder / "served").good()] == [
+        "auto"
+    ]
+
+    monkeypatch.setattr(plan_check, "probe", lambda: with_given(Machine(), vram="1", ram="192"))
+    os.kill(first.server_pid or 0, signal.SIGKILL)
+    until(lambda: it.status.restarts == 1 and it.status.state == "ready", "ready again")
+    assert slots(it.status) == n and list(it.status.notes) == [line]
+
+    monkeypatch.setattr(plan_check, "probe", lambda: with_given(Machine(), vram="24", ram="192"))
+    world.set("FAKE_ONLY_IF", "--new")
+    world.set("FAKE_EXIT", "1:error: invalid argument: --new")
+    it = run(**given | {"expert_slots": 90}, upstream=(*flags, "--new"))
+    status = it.until_state("ready", "failed")
+    assert status.state == "ready" and status.rollbacks == 1 and status.configuration == first.configuration
+    assert slots(status) == n and list(status.notes) == [line]
 
 
 def test_two_bad_configurations_end_in_an_error(world: World, run: Callable[..., Run]) -> None:
