@@ -61,17 +61,23 @@ def looked_up(server: EngineServer) -> list[int]:
     return [layer["looked_up"] for layer in experts(server)["layers"]]
 
 
-@pytest.mark.parametrize("part", [slice(0, 3), slice(0, 1), slice(2, 3)], ids=["all", "gate", "down"])
-@pytest.mark.parametrize("model", MODELS)
-def test_on_experts(servers: ExpertFleet, tmp_path, model_path, prompt, model: str, part: slice) -> None:
-    """The layer reads the model's own tensors in both phases, and nothing is predicted for it; others are served."""
-    args = (*NO_CUTS, "--lora", str(write_adapter(tmp_path / "part.lora", model_path(model), *EXPERTS[part])))
+def as_stock_with(servers: ExpertFleet, prompt, model: str, args: tuple[str, ...]) -> EngineServer:
+    """A server that answered, in both phases, as stock with the same adapter, and not as stock without."""
     server = servers.switching(model, N_SLOTS, *args, EXPERT_BATCH=2)
     for n in (2, N_LONG, 7):
         tokens = prompt(model, n)
         of_stock = servers.stock_answer(model, tokens, 24, *args, ubatch=ubatch_of(n))
         assert server.complete(tokens, n=24) == of_stock
         assert of_stock.logprobs != servers.stock_answer(model, tokens, 24, *NO_CUTS, ubatch=ubatch_of(n)).logprobs
+    return server
+
+
+@pytest.mark.parametrize("part", [slice(0, 3), slice(0, 1), slice(2, 3)], ids=["all", "gate", "down"])
+@pytest.mark.parametrize("model", MODELS)
+def test_on_experts(servers: ExpertFleet, tmp_path, model_path, prompt, model: str, part: slice) -> None:
+    """The layer reads the model's own tensors in both phases, and nothing is predicted for it; others are served."""
+    args = (*NO_CUTS, "--lora", str(write_adapter(tmp_path / "part.lora", model_path(model), *EXPERTS[part])))
+    server = as_stock_with(servers, prompt, model, args)
     figures = experts(server)
     assert figures["stock_layers"] == [REASON]
     for layer in figures["layers"]:
@@ -85,12 +91,7 @@ def test_on_experts(servers: ExpertFleet, tmp_path, model_path, prompt, model: s
 def test_on_other_tensors(servers: ExpertFleet, adapter: Adapter, prompt, model: str) -> None:
     """On attention and router: every layer is served."""
     args = (*NO_CUTS, "--lora", str(adapter(model, *OTHERS)))
-    server = servers.switching(model, N_SLOTS, *args, EXPERT_BATCH=2)
-    for n in (2, N_LONG, 7):
-        tokens = prompt(model, n)
-        of_stock = servers.stock_answer(model, tokens, 24, *args, ubatch=ubatch_of(n))
-        assert server.complete(tokens, n=24) == of_stock
-        assert of_stock.logprobs != servers.stock_answer(model, tokens, 24, *NO_CUTS, ubatch=ubatch_of(n)).logprobs
+    server = as_stock_with(servers, prompt, model, args)
     assert not experts(server)["stock_layers"] and all(looked_up(server))
     assert experts(server)["ring"]["layers_streamed"] == N_STREAMED
 

@@ -84,15 +84,20 @@ def test_a_probe_that_fails_is_an_unknown_with_a_reason(error: Exception, tmp_pa
     assert machine.ram_total_bytes and machine.memlock_bytes is not None and machine.cores
 
 
+def lay(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
 def test_system_files_and_the_limit_of_a_container(tmp_path: Path) -> None:
-    for name, text in {
+    files = {
         "proc/meminfo": "MemTotal: 5 kB\nHugePages_Total:      12\nHugepagesize:       2048 kB\n",
         "sys/fs/cgroup/memory.max": "1000000\n",
         "sys/fs/cgroup/memory.current": "700000\n",
         "sys/fs/cgroup/memory.stat": "anon 100000\ninactive_file 400000\nactive_file 200000\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    }
+    lay(tmp_path, files)
     for node in range(2):
         (tmp_path / f"sys/devices/system/node/node{node}").mkdir(parents=True)
     machine = probe(nvml=no_nvml, run=smi, root=tmp_path)
@@ -101,16 +106,15 @@ def test_system_files_and_the_limit_of_a_container(tmp_path: Path) -> None:
 
 
 def test_the_lowest_limit_of_the_control_groups_above_counts(tmp_path: Path) -> None:
-    for name, text in {
+    files = {
         "proc/self/cgroup": "9:name=systemd:/\n0::/a.slice/b.service\n",
         "sys/fs/cgroup/memory.stat": "anon 0\n",
         "sys/fs/cgroup/a.slice/memory.max": "500000\n",
         "sys/fs/cgroup/a.slice/memory.current": "200000\n",
         "sys/fs/cgroup/a.slice/memory.stat": "inactive_file 50000\n",
         "sys/fs/cgroup/a.slice/b.service/memory.max": "max\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    }
+    lay(tmp_path, files)
     machine = probe(nvml=no_nvml, run=smi, root=tmp_path)
     assert (machine.ram_total_bytes, machine.ram_available_bytes) == (500000, 350000)
 
