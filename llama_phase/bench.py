@@ -168,8 +168,8 @@ PINNED = (*HOST_EXPERTS, "--load-mode", "none")
 
 
 def phase_slots(n: int) -> dict[str, Any]:
-    """Of a model with 10 experts per token."""
-    batch = min(8, n // 10)
+    """Settings for a model with 10 experts per token: as many tokens in a verify batch as that many slots allow."""
+    batch = max(1, min(8, n // 10))
     return {
         "prefill_mode": "transaction", "ctx": 16384, "ubatch": 512, "expert_slots": n, "expert_batch": batch
     }  # fmt: skip

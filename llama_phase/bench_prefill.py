@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from llama_phase.bench import GPU, HOST_EXPERTS, PINNED, Configuration
+from llama_phase.bench import GPU, HOST_EXPERTS, PINNED, Configuration, phase_slots
 
 _STOCK = {"prefill_mode": "off", "ctx": 16384}
-_PHASE = {"prefill_mode": "transaction", "ctx": 16384, "ubatch": 512, "expert_slots": 128}
+_PHASE = phase_slots(128)
 
 
 def _server(threads: int) -> tuple[str, ...]:

@@ -13,7 +13,15 @@ from typing import Any
 
 from rich.table import Table
 
-from llama_phase.bench import HOST_EXPERTS, Configuration, Workload, device_memory_mib, median, prompt_tokens
+from llama_phase.bench import (
+    HOST_EXPERTS,
+    Configuration,
+    Workload,
+    device_memory_mib,
+    median,
+    phase_slots,
+    prompt_tokens,
+)
 from llama_phase.client import Client
 from llama_phase.server import Server
 from llama_phase.settings import Settings
@@ -33,13 +41,8 @@ MIB = 2**20
 def restore_suite(threads: int, slots: str) -> list[Configuration]:
     """Every policy for each number of `slots`, comma-separated."""
     flags = (*HOST_EXPERTS, "-np", "1", "-t", str(threads), "--no-warmup")
-    phase = {"prefill_mode": "transaction", "ctx": 16384, "ubatch": 512, "prefill_ubatch": 4096}
     return [
-        Configuration(
-            f"{n} slots, {name}",
-            {**phase, "expert_slots": n, "expert_batch": max(1, min(8, n // 10)), **policy},
-            flags,
-        )
+        Configuration(f"{n} slots, {name}", {**phase_slots(n), "prefill_ubatch": 4096, **policy}, flags)
         for n in map(int, slots.split(","))
         for name, policy in POLICIES
     ]

@@ -94,6 +94,11 @@ class Plan:
     draft_experts: int = 0  # of such a layer
 
     @property
+    def has_late_draft(self) -> bool:
+        """A draft from a file of its own needs more than slots that are auto leave behind."""
+        return any(device.late_bytes > RESERVE_BYTES for device in self.devices)
+
+    @property
     def fits_vram(self) -> bool:
         return not any(device.decode_short_bytes or device.prefill_short_bytes for device in self.devices)
 

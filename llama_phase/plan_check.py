@@ -14,7 +14,7 @@ from typing import Any
 from llama_phase.errors import LlamaPhaseError
 from llama_phase.gguf_facts import read_facts
 from llama_phase.hardware import Machine, probe
-from llama_phase.plan import RESERVE_BYTES, DevicePlan, Plan, make_plan
+from llama_phase.plan import DevicePlan, Plan, make_plan
 from llama_phase.plan_choices import Choices
 from llama_phase.plan_draft import not_planned
 from llama_phase.settings import Settings
@@ -105,8 +105,7 @@ def slots_beside_a_late_draft(plan: Plan, settings: Settings) -> int | None:
     """The number that slots which are auto need, so that a draft from a file of its own fits, which is loaded after
     they took all but the reserve; at least the fewest that the engine accepts. None: the reserve is enough for it, or
     there is a number. Pure."""
-    late = any(device.late_bytes > RESERVE_BYTES for device in plan.devices)
-    return plan.slots if settings.expert_slots == "auto" and late else None
+    return plan.slots if settings.expert_slots == "auto" and plan.has_late_draft else None
 
 
 def save(folder: Path, deviations: Sequence[Deviation], *, model: str, engine: str) -> None:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 
 from llama_phase.pcie import HIT_RATES_EXPERTS, HIT_RATES_SOURCE
-from llama_phase.plan import ESTIMATES, RESERVE_BYTES, DevicePlan, Plan
+from llama_phase.plan import ESTIMATES, DevicePlan, Plan
 from llama_phase.plan_changes import changes
 from llama_phase.plan_report import Report
 from llama_phase.plan_ubatch import Need
@@ -52,7 +52,7 @@ def lines(report: Report) -> Iterator[str]:
     if facts.moe_layers:
         most = f"at most {plan.slots_fit} fit, at least {plan.slots_needed} are needed"
         yield f"slots per layer: {plan.slots} ({most})"
-        if facts.draft is not None and any(device.late_bytes > RESERVE_BYTES for device in plan.devices):
+        if facts.draft is not None and plan.has_late_draft:
             yield f"`serve` gives slots that are auto this number, so that the draft from {facts.draft.path.name} fits"
         if plan.draft_slots:
             yield f"slots of the draft: {_of_the_draft(plan)}"
