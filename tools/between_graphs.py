@@ -12,7 +12,6 @@ exit codes: 0 done, 1 the server failed (its message), 2 wrong usage, 3 no CUDA 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from traced import make_library, traced_client  # noqa: E402
+from traced import make_library, options_of, traced_client  # noqa: E402
 
 from llama_phase.bench import prompt_tokens  # noqa: E402
 from llama_phase.errors import LlamaPhaseError  # noqa: E402
@@ -88,13 +87,9 @@ def report(found: Figures) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model", type=Path)
+    parser = options_of(__doc__ or "", 300)
     parser.add_argument("--texts", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=300, help="of each answer")
-    parser.add_argument("--vocabulary", type=int, default=4000, help="prompts are random ids below it")
     parser.add_argument("--calls", type=Path, help="where the calls are kept")
-    parser.add_argument("flags", nargs="*", help="of llama-server, behind --")
     options = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -34,6 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from scored import scored
 from synth.adapter import write_adapter
 from synth_gguf import make_model
 
@@ -90,7 +91,7 @@ def answers(model: Path, settings: dict, upstream: tuple[str, ...], repeats: int
         for _, length in itertools.product(range(repeats), PROMPTS):
             prompt = prompt_tokens(length, length, 4000)
             got = client.completion(prompt, ANSWER_TOKENS, cache_prompt=False, n_probs=3, ignore_eos=True)
-            out.append([(step["id"], step["logprob"]) for step in got.probabilities])
+            out.append(scored(got.probabilities))
         return out, client.phase() or {}
 
 

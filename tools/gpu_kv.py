@@ -38,6 +38,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from scored import scored
 from synth_gguf import make_model
 
 from llama_phase.bench import device_memory_mib, prompt_tokens
@@ -88,7 +89,7 @@ def answers(
         for length in PROMPTS * 2:
             prompt = prompt_tokens(length, length, 4000)
             got = client.completion(prompt, ANSWER_TOKENS, cache_prompt=False, n_probs=3, ignore_eos=True)
-            out.append([(step["id"], step["logprob"]) for step in got.probabilities])
+            out.append(scored(got.probabilities))
         return out, client.phase() or {}
 
 
@@ -139,7 +140,7 @@ def check_context_shift(models: Path) -> list[str]:
         loaded = Settings.load(model=model, port=0, upstream=flags, **{**OFF, "kv": place, "ctx": 1024})
         with Server(loaded) as server, server.client() as client:
             got = client.completion(prompt_tokens(800, 1, 4000), 400, n_probs=3, ignore_eos=True)
-            out.append([(step["id"], step["logprob"]) for step in got.probabilities])
+            out.append(scored(got.probabilities))
     wrong = f"of {len(out[0])} and {len(out[1])} tokens" if out[0] != out[1] or len(out[0]) != 400 else ""
     print(f"{'tiny-moe':9} {'context shift':20} {f'DIFFERS {wrong}' if wrong else 'equal'}", flush=True)
     return [f"context shift: {wrong}"] if wrong else []
@@ -156,7 +157,7 @@ def conversation(
 
         def ask(prompt: list[int], n: int = 24, slot: int = 0) -> list[int]:
             got = client.completion(prompt, n, id_slot=slot, n_probs=3, ignore_eos=True)
-            out.append([(step["id"], step["logprob"]) for step in got.probabilities])
+            out.append(scored(got.probabilities))
             return prompt + got.tokens
 
         first = ask(prompt_tokens(5000, 1, 4000), 150)
@@ -185,7 +186,7 @@ def one_long_prompt(
         prompt = prompt_tokens(LONG_PROMPT["tokens"], 1, 4000)
         for _ in range(2):
             got = client.completion(prompt, 150, n_probs=3, ignore_eos=True)
-            out.append([(step["id"], step["logprob"]) for step in got.probabilities])
+            out.append(scored(got.probabilities))
             prompt = [*prompt, *got.tokens, *prompt_tokens(30, 2, 4000)]
         return out, client.phase() or {}
 
@@ -201,7 +202,7 @@ def at_once(
         prompts = [prompt_tokens(4400 + 700 * stream, 31 + stream, 4000) for stream in range(streams)]
         got = client.completion(prompts, 64, n_probs=3, ignore_eos=True).raw["value"]
         steps = [answer["completion_probabilities"] for answer in sorted(got, key=lambda answer: answer["index"])]
-        return [[(step["id"], step["logprob"]) for step in answer] for answer in steps], client.phase() or {}
+        return [scored(answer) for answer in steps], client.phase() or {}
 
 
 def check_rows(models: Path) -> list[str]:

@@ -13,7 +13,6 @@ exit codes: 0 done, 1 the server failed (its message), 2 wrong usage, 3 no CUDA 
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from traced import cuda_toolkit, make_library, traced_client  # noqa: E402
+from traced import cuda_toolkit, make_library, options_of, traced_client  # noqa: E402
 
 from llama_phase.bench import prompt_tokens  # noqa: E402
 from llama_phase.errors import LlamaPhaseError, MissingPrerequisite  # noqa: E402
@@ -118,13 +117,9 @@ def library_in(folder: Path) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model", type=Path)
+    parser = options_of(__doc__ or "", 200)
     parser.add_argument("--depth", type=int, default=200, help="tokens of the prompt")
-    parser.add_argument("--tokens", type=int, default=200, help="of the answer")
-    parser.add_argument("--vocabulary", type=int, default=4000, help="prompts are random ids below it")
     parser.add_argument("--nodes", type=Path, help="where the figures of all nodes are kept")
-    parser.add_argument("flags", nargs="*", help="of llama-server, behind --")
     options = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory() as folder:

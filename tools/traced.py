@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -32,6 +33,16 @@ def make_library(source: str, folder: Path, *more: str) -> Path:
     command = ["g++", "-std=c++17", "-O2", "-fPIC", "-shared", include, str(TOOLS / source), *more, "-o", str(library)]
     subprocess.run(command, check=True)
     return library
+
+
+def options_of(description: str, n_tokens: int) -> argparse.ArgumentParser:
+    """A parser of what both tools take; an answer has `n_tokens` unless told otherwise."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--tokens", type=int, default=n_tokens, help="of an answer")
+    parser.add_argument("--vocabulary", type=int, default=4000, help="prompts are random ids below it")
+    parser.add_argument("flags", nargs="*", help="of llama-server, behind --")
+    return parser
 
 
 @contextmanager
