@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <fstream>
 #include <sstream>
 #include <string>
@@ -42,6 +41,9 @@ inline uint64_t phase_group_leaves(const std::string & folder) {
 // leaves less than the machine has. root: where /proc and /sys are.
 inline uint64_t phase_available_bytes(const std::string & root = "") {
     uint64_t available = phase_number_in(root + "/proc/meminfo", "MemAvailable:") << 10;
+    if (available == 0) {
+        return 0;
+    }
     std::string group; // of "0::/a/b"; as the file system shows it, when it does
     std::ifstream file(root + "/proc/self/cgroup");
     for (std::string line; std::getline(file, line); ) {
@@ -53,9 +55,7 @@ inline uint64_t phase_available_bytes(const std::string & root = "") {
         if (!group.empty() && group.back() == '/') {
             group.pop_back();
         }
-        if (available > 0) {
-            available = std::min(available, std::max<uint64_t>(phase_group_leaves(root + "/sys/fs/cgroup" + group), 1));
-        }
+        available = std::min(available, std::max<uint64_t>(phase_group_leaves(root + "/sys/fs/cgroup" + group), 1));
         if (group.rfind('/') == std::string::npos) {
             return available;
         }
