@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from engine_server import DECODE_UBATCH, PHASE_BIN, ROOT, STOCK_BIN, EngineServer, Fleet, phase_environment, server_args
+from expert_servers import ExpertFleet
 from fake_world import World
 from supervised import SMALL, Run
 
@@ -81,6 +82,20 @@ def fleet(
     servers = Fleet(model_path, tmp_path_factory.mktemp("servers"))
     yield servers
     servers.close()
+
+
+@pytest.fixture(scope="module")
+def servers(
+    engine: Path,
+    stock_engine: Path,
+    model_path: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Iterator[ExpertFleet]:
+    """Servers of one file of tests, with experts in host memory."""
+    fleet = ExpertFleet(model_path, tmp_path_factory.mktemp(request.path.stem.removeprefix("test_")))
+    yield fleet
+    fleet.close()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ Same split, bit for bit, but for two sequences at once, whose batches depend on 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 from engine_server import DECODE_UBATCH, PREFILL_UBATCH, ROOT, EngineServer, Fleet, assert_same_but_for_ties, both
@@ -15,13 +14,6 @@ from expert_servers import ExpertFleet
 pytestmark = pytest.mark.engine
 
 LENGTH = 7 * PREFILL_UBATCH // 2 + 3  # the last micro-batch is no multiple of a chunk
-
-
-@pytest.fixture(scope="module")
-def experts(engine, stock_engine, model_path, tmp_path_factory) -> Iterator[ExpertFleet]:
-    servers = ExpertFleet(model_path, tmp_path_factory.mktemp("chunks"))
-    yield servers
-    servers.close()
 
 
 def prefill_buffer_bytes(server: EngineServer) -> int:
@@ -53,13 +45,13 @@ def test_other_attention(fleet: Fleet, prompt, args: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("model", ["mixed-mtp", "fused"])
-def test_through_the_ring(experts: ExpertFleet, prompt, model: str) -> None:
+def test_through_the_ring(servers: ExpertFleet, prompt, model: str) -> None:
     """All chunks of a layer read one region of the ring, which is filled once a micro-batch, as without chunks."""
     tokens = prompt(model, LENGTH)
-    expected = experts.stock_answer(model, tokens, 16, ubatch=PREFILL_UBATCH)
+    expected = servers.stock_answer(model, tokens, 16, ubatch=PREFILL_UBATCH)
     streamed = []
     for chunk in ("0", "100"):
-        server = experts.switching(model, 8, CHUNK=chunk, RING="2", RESTORE="prompt")
+        server = servers.switching(model, 8, CHUNK=chunk, RING="2", RESTORE="prompt")
         before = server.phase()["experts"][0]["ring"]["layers_streamed"]
         assert server.complete(tokens, n=16) == expected, f"chunks of {chunk}"
         streamed.append(server.phase()["experts"][0]["ring"]["layers_streamed"] - before)

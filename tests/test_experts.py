@@ -5,7 +5,6 @@ Plain "==" of answers: as stock at the same split, bit for bit, logprobs too. "A
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
@@ -31,13 +30,6 @@ EXACT = ["qwen4exp-exact", "qwen3moe-exact"]
 NO_FLASH = ("-fa", "off")  # then F32 models are exact for any split of one prompt
 NGRAM = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "4", "--spec-ngram-simple-size-m", "6")
 ONE_TO_FOUR_PASSES = [300, PREFILL_UBATCH + 1, 1100, 2000]
-
-
-@pytest.fixture(scope="module")
-def servers(engine, stock_engine, model_path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpertFleet]:
-    fleet = ExpertFleet(model_path, tmp_path_factory.mktemp("experts"))
-    yield fleet
-    fleet.close()
 
 
 @pytest.mark.parametrize("n_slots", [N_USED, N_USED + 1, 13, N_EXPERT - 1, N_EXPERT])

@@ -5,7 +5,7 @@ Plain "==" of answers: as stock with the same adapter at the same split, bit for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -29,13 +29,6 @@ N_STREAMED = N_PASSES * (N_LAYER - 1) + 1  # the last layer computes nothing but
 MODELS = ["qwen3moe", "qwen4exp"]
 
 Adapter = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def servers(engine, stock_engine, model_path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpertFleet]:
-    fleet = ExpertFleet(model_path, tmp_path_factory.mktemp("adapters"))
-    yield fleet
-    fleet.close()
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,6 @@ N_SLOTS = 16
 RESERVE = "enter.reserve_prefill_buffers"
 
 
-@pytest.fixture(scope="module")
-def servers(engine, stock_engine, model_path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpertFleet]:
-    fleet = ExpertFleet(model_path, tmp_path_factory.mktemp("draft"))
-    yield fleet
-    fleet.close()
-
-
 @pytest.fixture
 def start(servers: ExpertFleet) -> Iterator[Callable[..., EngineServer]]:
     with switching_until_the_end(servers, N_SLOTS) as start_one:

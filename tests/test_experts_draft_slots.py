@@ -30,13 +30,6 @@ N_SLOTS = BATCH * N_USED
 MIB = 2**20
 
 
-@pytest.fixture(scope="module")
-def servers(engine, stock_engine, model_path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpertFleet]:
-    fleet = ExpertFleet(model_path, tmp_path_factory.mktemp("draft-slots"))
-    yield fleet
-    fleet.close()
-
-
 @pytest.fixture
 def start(servers: ExpertFleet) -> Iterator[Callable[..., EngineServer]]:
     with stopped_at_the_end(servers) as start_one:

@@ -20,13 +20,6 @@ ENTER, UNDO = steps_of("enter"), steps_of("undo")
 LEAVE = [step for step in steps_of("leave") if step != RETRY]
 
 
-@pytest.fixture(scope="module")
-def servers(engine, stock_engine, model_path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpertFleet]:
-    fleet = ExpertFleet(model_path, tmp_path_factory.mktemp("faults"))
-    yield fleet
-    fleet.close()
-
-
 @pytest.fixture
 def start(servers: ExpertFleet) -> Iterator[Callable[..., EngineServer]]:
     """`start(model, *args, FAULT=...)`: a server with slots and transactions, of this test alone."""

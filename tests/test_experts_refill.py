@@ -5,7 +5,6 @@ Plain "==" of answers: as stock at the same split, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,13 +18,6 @@ MIB = 2**20
 STEP_BYTES = MIB // EXPERT_BYTES * EXPERT_BYTES  # whole experts, of one size in these models
 WARM = 40  # tokens after which all slots are taken
 LONG = 700
-
-
-@pytest.fixture(scope="module")
-def servers(engine, stock_engine, model_path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpertFleet]:
-    fleet = ExpertFleet(model_path, tmp_path_factory.mktemp("refill"))
-    yield fleet
-    fleet.close()
 
 
 def refill(server: EngineServer, member: int = 0) -> dict[str, int]:

@@ -18,13 +18,6 @@ NOTHING = "pin.register:*,pin.copy:*"  # is pinned
 MTP = mtp(3)
 
 
-@pytest.fixture(scope="module")
-def servers(engine, stock_engine, model_path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpertFleet]:
-    fleet = ExpertFleet(model_path, tmp_path_factory.mktemp("staged"))
-    yield fleet
-    fleet.close()
-
-
 @pytest.fixture
 def start(servers: ExpertFleet) -> Iterator[Callable[..., EngineServer]]:
     with switching_until_the_end(servers, N_SLOTS) as start_one:

@@ -18,13 +18,6 @@ AUTO = {"PREFILL_MODE": "transaction", "PREFILL_UBATCH": "auto"}
 MTP = mtp(3)
 
 
-@pytest.fixture(scope="module")
-def servers(engine, stock_engine, model_path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpertFleet]:
-    fleet = ExpertFleet(model_path, tmp_path_factory.mktemp("auto"))
-    yield fleet
-    fleet.close()
-
-
 @pytest.fixture
 def alone(servers: ExpertFleet) -> Iterator[Callable[..., EngineServer]]:
     with stopped_at_the_end(servers) as start_any:
