@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import kernel_times
 import pytest
+import traced
 
 LINES = [
     "3 1 10 4.0 0.0 1 1024 find_kernel(phase_kv_rows, phase_cuda_row_lists)",
@@ -27,3 +30,10 @@ def test_the_graph_that_ran_most_often_by_names() -> None:
 
 def test_nothing_ran() -> None:
     assert kernel_times.report(kernel_times.most_often(kernel_times.nodes_of([""]))) == "no CUDA graph ran"
+
+
+def test_flags_of_the_server_stand_behind_the_options() -> None:
+    parser = traced.options_of("what it does", 200)
+    options = traced.parsed(parser, ["m.gguf", "--depth", "8", "--", "-ngl", "99", "--depth", "--", "x"])
+    assert (options.model, options.depth, options.flags) == (Path("m.gguf"), 8, ["-ngl", "99", "--depth", "--", "x"])
+    assert traced.parsed(parser, ["--depth", "8", "m.gguf"]).flags == []

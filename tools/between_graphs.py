@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """What a token costs on the GPU and what passes between the graphs of two tokens, timed from outside of the engine.
 
-  [LLAMA_PHASE_...=...] tools/between_graphs.py MODEL [--texts N] [--tokens N] [--calls FILE] -- [FLAGS OF llama-server]
+  [LLAMA_PHASE_...=...] tools/between_graphs.py MODEL [--depth N] [--texts N] [--tokens N] [--calls FILE] --
+                                           [FLAGS OF llama-server]
 
 Starts the built CUDA engine behind a library that notes the runtime's calls (tools/between_graphs.cpp), has it answer
-short random prompts, and prints per token: the graph's time on the GPU, the time between graphs, tokens computed
-without a graph, and pauses of the host of 2 ms and more. --calls keeps the calls themselves, a line each.
+random prompts of --depth tokens, and prints per token: the graph's time on the GPU, the time between graphs, tokens
+computed without a graph, and pauses of the host of 2 ms and more. --calls keeps the calls themselves, a line each.
 
 exit codes: 0 done, 1 the server failed (its message), 2 wrong usage, 3 no CUDA engine, compiler or CUDA headers.
 """
@@ -23,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from traced import make_library, options_of, traced_client  # noqa: E402
+from traced import make_library, options_of, parsed, traced_client  # noqa: E402
 
 from llama_phase.bench import prompt_tokens  # noqa: E402
 from llama_phase.errors import LlamaPhaseError  # noqa: E402
@@ -90,7 +91,7 @@ def main() -> int:
     parser = options_of(__doc__ or "", 300)
     parser.add_argument("--texts", type=int, default=3)
     parser.add_argument("--calls", type=Path, help="where the calls are kept")
-    options = parser.parse_args()
+    options = parsed(parser, sys.argv[1:])
     try:
         with tempfile.TemporaryDirectory() as folder:
             calls = options.calls or Path(folder) / "calls"
@@ -98,7 +99,7 @@ def main() -> int:
             environment = {"LD_PRELOAD": str(library), "BETWEEN_GRAPHS": str(calls.absolute())}
             with traced_client(options.model, options.flags, environment) as client:
                 for text in range(options.texts):
-                    prompt = prompt_tokens(200, text, options.vocabulary)
+                    prompt = prompt_tokens(options.depth, text, options.vocabulary)
                     answer = client.completion(prompt, options.tokens, cache_prompt=False, ignore_eos=True)
                     print(f"text {text}: {answer.timings['predicted_per_token_ms']:.2f} ms per token", flush=True)
             print(report(figures(calls.read_text().splitlines())))

@@ -24,7 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from traced import cuda_toolkit, make_library, options_of, traced_client  # noqa: E402
+from traced import cuda_toolkit, make_library, options_of, parsed, traced_client  # noqa: E402
 
 from llama_phase.bench import prompt_tokens  # noqa: E402
 from llama_phase.errors import LlamaPhaseError, MissingPrerequisite  # noqa: E402
@@ -118,9 +118,8 @@ def library_in(folder: Path) -> Path:
 
 def main() -> int:
     parser = options_of(__doc__ or "", 200)
-    parser.add_argument("--depth", type=int, default=200, help="tokens of the prompt")
     parser.add_argument("--nodes", type=Path, help="where the figures of all nodes are kept")
-    options = parser.parse_args()
+    options = parsed(parser, sys.argv[1:])
     try:
         with tempfile.TemporaryDirectory() as folder:
             nodes = options.nodes or Path(folder) / "nodes"

@@ -6,7 +6,7 @@ import argparse
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,13 +36,22 @@ def make_library(source: str, folder: Path, *more: str) -> Path:
 
 
 def options_of(description: str, n_tokens: int) -> argparse.ArgumentParser:
-    """A parser of what both tools take; an answer has `n_tokens` unless told otherwise."""
+    """A parser of what both tools take in front of `--`; an answer has `n_tokens` unless told otherwise."""
     parser = argparse.ArgumentParser(description=description.split("\n")[0])
     parser.add_argument("model", type=Path)
+    parser.add_argument("--depth", type=int, default=200, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=n_tokens, help="of an answer")
     parser.add_argument("--vocabulary", type=int, default=4000, help="prompts are random ids below it")
-    parser.add_argument("flags", nargs="*", help="of llama-server, behind --")
+    parser.epilog = "Behind -- stand the flags of llama-server."
     return parser
+
+
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Its options, and `flags`: all behind the first `--`, which may look like options of ours."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parser.parse_args(arguments[:end])
+    options.flags = list(arguments[end + 1 :])
+    return options
 
 
 @contextmanager
