@@ -36,6 +36,12 @@ def test_a_pause_and_a_token_without_graph_are_told_apart() -> None:
     assert "kernel by kernel 1 tokens" in between_graphs.report(found)
 
 
+def test_states_saved_behind_a_prompt_are_no_logits() -> None:
+    saved = [f"down {i} {i + 1} 2000000 0 0 0" for i in range(18)]
+    lines = saved + [line for i in range(1, 41) for line in token(10.0 * i, 8.0)]
+    assert len(between_graphs.figures(lines).graph) == 39
+
+
 def test_another_answer_is_no_token() -> None:
     lines = [*token(10.0, 8.0), *token(20.0, 8.0), *token(900.0, 8.0), *token(910.0, 8.0)]
     assert between_graphs.figures(lines).token == pytest.approx([10.0, 10.0])

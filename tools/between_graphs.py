@@ -16,6 +16,7 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -45,10 +46,12 @@ class Figures:
 
 
 def figures(lines: Iterable[str], logits_bytes: int | None = None) -> Figures:
-    """What the library wrote. A token ends where its logits come down, the largest download that is seen often."""
+    """What the library wrote. A token ends where its logits come down: the largest download of those seen nearly as often
+    as the most frequent one (states that are saved behind a prompt are larger, and come down layer by layer)."""
     calls = [line.split() for line in lines]
-    downloads = [int(c[3]) for c in calls if c[0] == "down"]
-    size = logits_bytes or max(downloads, key=lambda n: (downloads.count(n) > len(downloads) // 20, n), default=0)
+    downloads = Counter(int(c[3]) for c in calls if c[0] == "down")
+    often = max(downloads.values(), default=0) / 2
+    size = logits_bytes or max((n for n, count in downloads.items() if count > often), default=0)
     ends = [i for i, c in enumerate(calls) if c[0] == "down" and int(c[3]) == size]
     out = Figures()
     last_graph_ms = None
