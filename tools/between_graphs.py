@@ -46,8 +46,8 @@ class Figures:
 
 
 def figures(lines: Iterable[str], logits_bytes: int | None = None) -> Figures:
-    """What the library wrote. A token ends where its logits come down: the largest download of those seen nearly as often
-    as the most frequent one (states that are saved behind a prompt are larger, and come down layer by layer)."""
+    """What the library wrote. A token ends where its logits come down: the largest download of those that are seen at
+    least half as often as the most frequent one (states saved behind a prompt are larger, and come layer by layer)."""
     calls = [line.split() for line in lines]
     downloads = Counter(int(c[3]) for c in calls if c[0] == "down")
     often = max(downloads.values(), default=0) / 2

@@ -2,6 +2,7 @@
 """K/V in host memory on a GPU: the answers of K/V in VRAM, then what it costs. Needs a GPU and build/cuda.
 
 usage: gpu_kv.py [--models DIR] [--big FILE] [--parts equal,rows,speed,more,all,stock,vram] [--depths N,...]
+                 [--rounds N]
 
 equal  tiny models through llama-server, K/V on the host against K/V on the device, same batch split: tokens and
        log-probabilities bit for bit; 1 and 4 streams, with and without MTP, with and without a switch of the phase,
@@ -12,12 +13,14 @@ rows   the same with several sizes of what the device keeps of host K/V (LLAMA_P
        found
 speed  conversations with the big model (made when it is missing, 13 GB), all weights on the GPU: prompts of several
        lengths, and three turns behind each; K/V on the device with the stock and with the fast selection, on the host
-       with the fast one. (llama-bench draws its tokens at random, and restores its state between repetitions, which
-       leaves no rows kept.) With the same selection answers must be the same
+       with the fast one, --rounds times in turn. All but the first are contexts of ours without a switch (mode bypass),
+       since those send a token's inputs together, which is more than the places differ by. (llama-bench draws its
+       tokens at random, and restores its state between repetitions, which leaves no rows kept.) With the same selection
+       answers must be the same
 more   the same on the host with nothing kept on the device, and with the stock selection
 all    the same on the host with all positions kept on the device as well
 stock  llama-bench with -nkvo, 8k and 32k, given up after a minute
-vram   device memory at two context sizes, both places and two micro-batches: bytes per token of context
+vram   device memory at two context sizes, both places and three micro-batches: bytes per token of context
 
 exit codes: 0 measured and all equal, 1 a difference or a program that failed, named on its line
 """
@@ -72,6 +75,7 @@ PROMPTS = (1, 9, 300, 5000, 9000)  # tokens; the sparse kernel begins at 4096 ro
 ANSWER_TOKENS = 64
 TURNS, TURN_TOKENS = 3, 128
 UBATCH = 2048
+VRAM_UBATCHES = (64, 128, 512)
 BENCH = ("-ngl", "99", "-fa", "1", "-b", str(UBATCH), "-ub", str(UBATCH), "-t", "8", "-o", "json")
 STOCK_LIMIT_S = 60.0
 
@@ -256,7 +260,8 @@ def in_conversations(model: Path, variant: str, depths: list[int]) -> tuple[dict
     """tok/s as the server reports them, by depth: of the prompt, and of the answers of the turns behind it, the median;
     and the answers' tokens."""
     settings = {name.lower(): value for name, value in VARIANTS[variant].items()}
-    shape = {"prefill_mode": "off", "ubatch": UBATCH, "batch": UBATCH, "ctx": max(depths) + 2048}
+    shape = {"prefill_mode": "bypass" if settings else "off", "ubatch": UBATCH, "batch": UBATCH}
+    shape["ctx"] = max(depths) + 2048
     loaded = Settings.load(model=model, port=0, upstream=(*ALL_ON_GPU, "-np", "1"), **shape, **settings)
     speeds: dict[str, float] = {}
     answers = []
@@ -277,22 +282,27 @@ def in_conversations(model: Path, variant: str, depths: list[int]) -> tuple[dict
 
 
 def measure(
-    program: Path, model: Path, parts: list[str], depths: list[int], named: list[str]
+    program: Path, model: Path, parts: list[str], depths: list[int], named: list[str], rounds: int
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Speeds by variant, and failures: with the same choice of rows all answers are the same."""
+    """Speeds by variant, medians of rounds, and failures: with the same choice of rows all answers are the same."""
     variants = ["device, stock", "device, fast", "host, fast"] if "speed" in parts else []
     variants += ["host, none kept", "host, stock"] if "more" in parts else []
     variants += ["host, all kept"] if "all" in parts else []
-    results: dict[str, dict[str, float]] = {}
+    measured: dict[str, list[dict[str, float]]] = {}
     failures = []
     expected: dict[str, tuple[str, list[list[int]]]] = {}
-    for variant in named or variants:
+    for variant in (named or variants) * rounds:
         begin = time.monotonic()
-        results[variant], answers = in_conversations(model, variant, depths)
-        print(f"{variant:16} {time.monotonic() - begin:5.1f} s {results[variant]}", flush=True)
+        speeds, answers = in_conversations(model, variant, depths)
+        measured.setdefault(variant, []).append(speeds)
+        print(f"{variant:16} {time.monotonic() - begin:5.1f} s {speeds}", flush=True)
         first, wanted = expected.setdefault(VARIANTS[variant].get("SELECT", "stock"), (variant, answers))
         wrong = [number for number, (a, b) in enumerate(zip(wanted, answers, strict=True)) if a != b]
         failures += [f"{variant}: answers {wrong} of {len(answers)} are not those of {first}"] if wrong else []
+    results = {
+        variant: {what: round(statistics.median(one[what] for one in speeds), 1) for what in speeds[0]}
+        for variant, speeds in measured.items()
+    }
     if "stock" in parts:
         for depth in ("8192", "32768"):
             args = ("-nkvo", "1", "-p", "0", "-n", "16", "-r", "1", "-d", depth)
@@ -322,12 +332,12 @@ def show(results: dict[str, dict[str, float]]) -> None:
     print("|---" * (len(columns) + 1) + "|")
     for variant, row in results.items():
         print(f"| {variant:14} | " + " | ".join(f"{row.get(c, float('nan')):>{len(c)}}" for c in columns) + " |")
-    reference = results.get("device, stock", {})
+    first, reference = next(iter(results.items()))
     for variant, row in results.items():
         ratios = [row[c] / reference[c] if c in row and c in reference else float("nan") for c in columns]
         if row is not reference:
             shown = " | ".join(f"{r:>{len(c)}.3f}" for r, c in zip(ratios, columns, strict=True))
-            print(f"| {variant:14} | {shown} | x device, stock")
+            print(f"| {variant:14} | {shown} | x {first}")
 
 
 def main() -> int:
@@ -336,6 +346,7 @@ def main() -> int:
     parser.add_argument("--big", type=Path, default=Path("/dev/shm/llama-phase/fns.gguf"))
     parser.add_argument("--parts", default="equal,speed,stock")
     parser.add_argument("--depths", default="2048,8192,32768,131072")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument(
         "--variants", default="", help=f"instead of the parts' own, between semicolons: {'; '.join(VARIANTS)}"
     )
@@ -356,13 +367,13 @@ def main() -> int:
             make_model("flash-next-small", options.big)
         try:
             depths = [int(depth) for depth in options.depths.split(",")]
-            record["speed"], different = measure(options.program, options.big, parts, depths, named)
+            record["speed"], different = measure(options.program, options.big, parts, depths, named, options.rounds)
             failures += different
             if "vram" in parts:
                 record["vram"] = {
                     f"{place}, -ub {ubatch}": vram_per_token(options.big, place, ubatch)
                     for place in PLACES
-                    for ubatch in (128, 512)
+                    for ubatch in VRAM_UBATCHES
                 }
                 print(record["vram"], flush=True)
         except RuntimeError as error:
