@@ -119,8 +119,8 @@ def plan(
         print("\n".join(plan_check.lines(found)))
         return
     about = read_facts(model, flag_value(settings.upstream, DRAFT_MODEL))
-    if why := not_planned(settings, about.draft):
-        raise UsageError(f"no plan: {why}", fix="plan without that flag, and leave room for the draft")
+    if why := not_planned(settings, about):
+        raise UsageError(f"no plan: {why}", fix="plan without that flag, and leave room for what it changes")
     machine = with_given(read_machine(facts) if facts else probe(), vram=vram, ram=ram, pcie=pcie)
     report = Report(about, machine, make_plan(about, machine, Choices.of(settings, about)))
     if plot is not None:

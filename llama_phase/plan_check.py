@@ -19,7 +19,7 @@ from llama_phase.plan_choices import Choices
 from llama_phase.plan_draft import not_planned
 from llama_phase.settings import Settings
 from llama_phase.tree import write_atomically
-from llama_phase.upstream_flags import DRAFT_MODEL, flag_value, normalise
+from llama_phase.upstream_flags import CPU_MOE, DRAFT_MODEL, NGL, flag_value, normalise
 
 FILE_NAME = "plan-check.json"
 COMPUTED_ERROR, ESTIMATED_ERROR = 0.01, 0.15  # shares of what is reported; beyond them a deviation is worth a word
@@ -141,11 +141,11 @@ def plan_of(settings: Settings, machine: Machine | None = None) -> tuple[Plan | 
     flags = {normalise(word) for word in settings.upstream}
     if not settings.check_plan:
         return None, "check_plan is off"
-    if not flags & {"--cpu-moe", "-cmoe"} or flag_value(settings.upstream, ("-ngl", "--n-gpu-layers")) is None:
+    if not flags & set(CPU_MOE) or flag_value(settings.upstream, NGL) is None:
         return None, "plans are for `-ngl 99 --cpu-moe`"
     try:
         facts = read_facts(settings.model, flag_value(settings.upstream, DRAFT_MODEL))
-        if why := not_planned(settings, facts.draft):
+        if why := not_planned(settings, facts):
             return None, why
         choices = Choices.of(settings, facts)
         if settings.expert_slots != "auto":

@@ -55,6 +55,7 @@ class Choices:
     draft_type_k: str = "f16"
     draft_type_v: str = "f16"
     draft_place: DraftPlace = field(default_factory=DraftPlace)
+    flags: tuple[str, ...] = field(default=(), compare=False)  # of llama-server, as they were given
 
     @classmethod
     def of(cls, settings: Settings, facts: ModelFacts) -> Choices:
@@ -97,16 +98,22 @@ class Choices:
             draft_type_k=types[2],
             draft_type_v=types[3],
             draft_place=DraftPlace.of(settings),
+            flags=settings.upstream,
         )
 
     @property
     def cells(self) -> int:
         return -(-self.ctx // CONTEXT_CELLS) * CONTEXT_CELLS
 
+    @property
+    def kv_is_f16(self) -> bool:
+        """No other K/V goes to host memory."""
+        return self.type_k == self.type_v == "f16"
+
     def kv_in_host(self, sparse: bool, sparse_bytes: float, free_bytes: float) -> bool:
         """Whether a layer's K/V goes to host memory, as engine/kv-place.cpp decides. `sparse_bytes`: of all layers of
         the device that pick rows with an indexer; `free_bytes`: what it has free beside weights."""
-        if self.type_k != "f16" or self.type_v != "f16":
+        if not self.kv_is_f16:
             return False
         if self.kv == "auto":
             return sparse and sparse_bytes > free_bytes / 2

@@ -11,28 +11,28 @@ from dataclasses import dataclass, replace
 from llama_phase.gguf_facts import LayerFacts, ModelFacts
 from llama_phase.settings import Settings
 from llama_phase.upstream_flags import (
+    CPU_MOE,
     DRAFT_CPU_MOE,
     DRAFT_DEVICE,
-    DRAFT_MODEL,
     DRAFT_N_CPU_MOE,
     DRAFT_NGL,
     DRAFT_OVERRIDE,
     DRAFT_REPO,
-    DRAFT_TYPE_K,
-    DRAFT_TYPE_V,
+    N_CPU_MOE,
+    NGL,
+    OVERRIDE,
     SPEC_TYPE,
     flag_value,
     normalise,
 )
 
-_WITH_VALUE = (DRAFT_MODEL, DRAFT_DEVICE, DRAFT_NGL, DRAFT_N_CPU_MOE, DRAFT_TYPE_K, DRAFT_TYPE_V, SPEC_TYPE)
 _ALL = 1 << 30  # layers
 
 
 @dataclass(frozen=True)
 class DraftPlace:
     """Where a draft from its own file goes. `host_experts`: so many first layers leave theirs in host memory; `gpu`:
-    the one it was given, None: split as the model is; `words`: the flags that say so."""
+    the one it was given, None: split as the model is; `words`: flags that stand for settings of ours."""
 
     on_gpu: bool = True
     host_experts: int = 0
@@ -42,7 +42,7 @@ class DraftPlace:
     @classmethod
     def of(cls, settings: Settings) -> DraftPlace:
         upstream = settings.upstream
-        words = [word for names in _WITH_VALUE if (v := flag_value(upstream, names)) for word in (names[0], v)]
+        words = []
         if settings.spec and flag_value(upstream, SPEC_TYPE) is None:
             words += [SPEC_TYPE[0], settings.spec]
         device = flag_value(upstream, DRAFT_DEVICE) or settings.draft_device
@@ -52,7 +52,6 @@ class DraftPlace:
         host_experts = int(first) if first.isdigit() else 0
         if any(normalise(word) in DRAFT_CPU_MOE for word in upstream):
             host_experts = _ALL
-            words.append(DRAFT_CPU_MOE[0])
         number = device[len(device.rstrip("0123456789")) :]
         return cls(
             on_gpu=flag_value(upstream, DRAFT_NGL) != "0" and device != "none",
@@ -62,8 +61,17 @@ class DraftPlace:
         )
 
 
-def not_planned(settings: Settings, draft: ModelFacts | None) -> str:
-    """Why there is no plan with this draft; empty when there is one."""
+def not_planned(settings: Settings, model: ModelFacts) -> str:
+    """Why there is no plan with these flags; empty when there is one."""
+    draft = model.draft
+    layers = flag_value(settings.upstream, NGL) or ""
+    if layers.isdigit() and int(layers) <= len(model.served_layers):
+        return f"plans are for all layers on the GPU, not for {layers} of them"
+    given = {normalise(word) for word in settings.upstream}
+    if model.moe_layers and not given & set(CPU_MOE) and (some := given & set(N_CPU_MOE)):
+        return f"plans are for all experts in host memory (--cpu-moe), not for {some.pop()}"
+    if some := given & set(OVERRIDE):
+        return f"plans do not read the patterns of {some.pop()}"
     if flag_value(settings.upstream, DRAFT_REPO) is not None:
         return "the draft is a download, whose size is not known yet"
     if draft is None:

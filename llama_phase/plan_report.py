@@ -21,6 +21,7 @@ from llama_phase.pcie import (
 from llama_phase.plan import ESTIMATES, Plan
 from llama_phase.plan_changes import changes
 from llama_phase.plan_choices import Choices
+from llama_phase.upstream_flags import CPU_MOE, NGL, normalise
 
 PROMPTS = (2048, 8192, 32768)
 _DEFAULTS = Choices(ctx=0)
@@ -95,11 +96,11 @@ class Report:
         if choices.draft_tokens:
             auto = choices.draft_tokens == choices.expert_batch - 1
             words += ["--mtp", "auto" if auto else str(choices.draft_tokens)]
-        words += ["--", "-ngl", "99"]
-        if self.facts.moe_layers:
-            words.append("--cpu-moe")
-        for flag, kind in (("-ctk", choices.type_k), ("-ctv", choices.type_v)):
-            words += [flag, kind] if kind != "f16" else []
+        given = {normalise(word) for word in choices.flags}
+        words.append("--")
+        words += [] if given & set(NGL) else ["-ngl", "99"]
+        words += ["--cpu-moe"] if self.facts.moe_layers and not given & set(CPU_MOE) else []
+        words += choices.flags
         if self.facts.draft is not None:
             words += choices.draft_place.words
         return words
@@ -112,6 +113,8 @@ class Report:
             "LLAMA_PHASE_DRAFT_SLOTS": (str(choices.draft_slots), str(_DEFAULTS.draft_slots)),
             "LLAMA_PHASE_EXPERT_BATCH": (str(choices.expert_batch), str(_DEFAULTS.expert_batch)),
             "LLAMA_PHASE_RING": (str(choices.ring), str(_DEFAULTS.ring)),
+            "LLAMA_PHASE_KV": (choices.kv, _DEFAULTS.kv),
+            "LLAMA_PHASE_KV_ROWS": (str(choices.kv_rows), str(_DEFAULTS.kv_rows)),
             "LLAMA_PHASE_CHUNK": (str(choices.chunk), str(_DEFAULTS.chunk)),
             "LLAMA_PHASE_BUDGET_MIB": (",".join(map(str, choices.budgets_mib)), ""),
         }

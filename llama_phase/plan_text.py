@@ -49,6 +49,8 @@ def lines(report: Report) -> Iterator[str]:
     yield from _table(plan.devices, plan.choices.switches)
     yield "* an estimate"
     yield ""
+    if plan.choices.kv != "device" and not plan.choices.kv_is_f16:
+        yield f"K/V stays on the devices: LLAMA_PHASE_KV={plan.choices.kv} moves f16 only"
     if facts.moe_layers:
         most = f"at most {plan.slots_fit} fit, at least {plan.slots_needed} are needed"
         yield f"slots per layer: {plan.slots} ({most})"

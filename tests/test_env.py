@@ -100,7 +100,7 @@ def test_every_presence_check_of_the_pinned_source_is_in_the_table() -> None:
             if path.suffix in (".cpp", ".c", ".cu", ".cuh", ".h") and "opencl" not in str(path):
                 for match in check.finditer(path.read_text(errors="replace")):
                     found.add(next(filter(None, match.groups())))
-    assert {"GGML_CUDA_P2P", "GGML_VK_DISABLE_F16", "LLAMA_TRACE"} <= found
+    assert {"GGML_CUDA_P2P", "LLAMA_TRACE"} <= found
     assert found - PRESENCE_MEANS_ON - read_by_value == set()
 
 

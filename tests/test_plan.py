@@ -26,6 +26,7 @@ from llama_phase.pcie import HIT_RATES, hit_rate, link_bytes_per_s, parse_link, 
 from llama_phase.plan import RESERVE_BYTES, Plan, make_plan, ring_depth
 from llama_phase.plan_changes import changes
 from llama_phase.plan_choices import MIN_TOKENS_FLOOR, RING_LEAST, Choices
+from llama_phase.plan_draft import not_planned
 from llama_phase.plan_report import Report
 from llama_phase.plan_text import lines
 from llama_phase.plan_ubatch import UBATCHES
@@ -432,6 +433,37 @@ def test_the_command_starts_what_was_planned(flash: ModelFacts, monkeypatch: pyt
     again = Settings.load(model=words[2], upstream=theirs, **{names[flag]: value for flag, value in flags.items()})
     assert Choices.of(again, flash) == replace(choices, slots=report.plan.slots)
     assert {"--cpu-moe", "--no-repack"} <= set(argv(again))
+
+
+def test_the_command_keeps_the_place_of_the_kv_and_all_flags(
+    flash: ModelFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K/V in host memory leaves room for slots, so a command without it would not fit."""
+    monkeypatch.setenv("LLAMA_PHASE_KV", "host")
+    monkeypatch.setenv("LLAMA_PHASE_KV_ROWS", "8192")
+    flags = ["-ngl", "99", "-cmoe", "-np", "2", "-fa", "on"]
+    choices = Choices.of(Settings.load(model=flash.path, ctx=32768, upstream=flags), flash)
+    report = Report(flash, machine("24"), make_plan(flash, machine("24"), choices))
+    assert report.environment == {"LLAMA_PHASE_KV": "host", "LLAMA_PHASE_KV_ROWS": "8192"}
+    assert report.serve_argv[report.serve_argv.index("--") + 1 :] == flags
+
+
+def test_kv_of_another_type_stays_and_the_plan_says_so(flash: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_PHASE_KV", "host")
+    choices = Choices.of(Settings.load(model=flash.path, ctx=32768, upstream=["-ctk", "q8_0"]), flash)
+    plan = make_plan(flash, machine("24"), choices)
+    assert plan.devices[0].kv_host_bytes == 0
+    assert "K/V stays on the devices: LLAMA_PHASE_KV=host moves f16 only" in list(
+        lines(Report(flash, machine("24"), plan))
+    )
+
+
+@pytest.mark.parametrize("flag", ["--n-cpu-moe 20", "-ot exps=CPU", "-ngl 30"])
+def test_flags_that_no_plan_is_for(flash: ModelFacts, flag: str) -> None:
+    planned = Settings.load(model=flash.path, ctx=32768, upstream=["-ngl", "99", "--cpu-moe"])
+    assert not_planned(planned, flash) == ""
+    other = Settings.load(model=flash.path, ctx=32768, upstream=flag.split())
+    assert flag.split()[-1 if flag.startswith("-ngl") else 0] in not_planned(other, flash)
 
 
 def test_prefill_ubatch_auto_is_the_largest_that_fits(flash: ModelFacts) -> None:

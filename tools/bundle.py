@@ -35,7 +35,24 @@ from llama_phase.source import LOCK, Lock, ensure_source, project_root, tomllib
 from llama_phase.tree import scan, tree_digest
 
 NAME = "llama-phase-bundle"
-OWN = ("LICENSE", "NOTICE", "README.md", "docs", "engine", "llama_phase", "patches", "pyproject.toml", "tests", "tools")
+# all of the checkout: tests read the Makefile, run the examples, build the bindings
+OWN = (
+    ".ci",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "Makefile",
+    "NOTICE",
+    "README.md",
+    "docs",
+    "engine",
+    "examples",
+    "llama_phase",
+    "patches",
+    "pybind",
+    "pyproject.toml",
+    "tests",
+    "tools",
+)
 TOP = (
     "AUTHORS",
     "CMakeLists.txt",
@@ -50,6 +67,8 @@ TOP = (
     "tools",
     "vendor",
 )
+# what tools/synth_gguf.py reads
+SYNTH = (r"gguf-py/gguf/\w+\.py$", r"models/ggml-vocab-qwen35\.gguf$")
 DROPPED = (
     r"ggml/src/ggml-(?!backend|cpu|cuda|rpc)[a-z0-9]+/",
     r"ggml/src/ggml-cpu/arch/(?!x86|arm)",
@@ -95,6 +114,10 @@ esac
 """
 
 
+def makes_models(path: str) -> bool:
+    return any(re.match(pattern, path) for pattern in SYNTH)
+
+
 def kept(path: str) -> bool:
     return path.partition("/")[0] in TOP and not any(re.match(pattern, path) for pattern in DROPPED)
 
@@ -102,7 +125,7 @@ def kept(path: str) -> bool:
 def copy_trimmed(source: Path, target: Path, always: set[str]) -> None:
     """Times are whole seconds: archives keep no more, and the patch queue's record compares them."""
     for path, info in scan(source).items():
-        if kept(path) or path in always:
+        if kept(path) or makes_models(path) or path in always:
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source / path, target / path)
             second = int(info.st_mtime) * 10**9
