@@ -23,7 +23,7 @@ help: prerequisites  ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | while IFS='|' read -r verb text; do \
 	    printf '  make %-14s %s\n' "$$verb" "$$text"; done
 
-prerequisites:
+prerequisites:  ## what is missing to build
 	@$(PYTHON) tools/prerequisites.py
 
 # The stamp is written last, so an interrupted installation is done again.
@@ -68,10 +68,10 @@ models: source  ## make the models of the demo
 demo: build  ## serve a synthetic and a real model, stock against phase
 	@$(V)/llama-phase demo
 
-engine-tests: venv
+engine-tests: venv  ## unit tests of the C++ modules
 	@if test -f engine/tests/Makefile; then $(MAKE) --no-print-directory -C engine/tests test; fi
 
-# The tests are about the CPU engine; a GPU engine is tested from the bundle.
+# The tests are about the CPU engine; tools/gpu_check.sh tests a GPU engine.
 test: export ENGINE := cpu
 test: build stock bindings engine-tests  ## everything from scratch, then all tests
 	@$(V)/python -m pytest $(PYTEST_FLAGS)

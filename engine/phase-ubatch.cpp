@@ -65,5 +65,5 @@ uint32_t phase_ubatch_choose(const std::vector<phase_ubatch_candidate> & candida
 static constexpr uint32_t MIN_TOKENS_FLOOR = 240;
 
 uint32_t phase_min_tokens(uint32_t ubatch_decode) {
-    return std::max(2*ubatch_decode, MIN_TOKENS_FLOOR);
+    return std::max(ubatch_decode + ubatch_decode/4, MIN_TOKENS_FLOOR);
 }

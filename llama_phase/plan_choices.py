@@ -25,7 +25,7 @@ KV_TYPES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 3
 
 def least_tokens(ubatch: int, setting: int | str) -> int:
     """New tokens from which a prompt switches, as phase_min_tokens of engine/phase-ubatch.cpp has it."""
-    return max(2 * ubatch, MIN_TOKENS_FLOOR) if setting == "auto" else int(setting)
+    return max(ubatch + ubatch // 4, MIN_TOKENS_FLOOR) if setting == "auto" else int(setting)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Choices:
     prefill_auto: bool = False  # prefill_ubatch is then what the plan finds
     batch: int | None = None
     switches: bool = True
-    min_tokens: int = 1024
+    min_tokens: int = 640
     expert_batch: int = 8
     ring: int | None = None  # None: by the number of devices
     chunk: int | str = 0  # tokens that a large micro-batch is computed in at a time; auto: by size, 0: all

@@ -58,7 +58,7 @@ def test_phase_follows_the_batch_sizes(run: Run) -> None:
     new, short, long, _, verify, one = states
     assert [state["phase"] for state in states] == ["decode", "decode", "prefill", "prefill", "decode", "decode"]
     assert all(state["result"] == 0 for state in states)
-    assert counts(new, "ubatch_decode", "ubatch_prefill", "min_tokens") == (126, 512, 252)
+    assert counts(new, "ubatch_decode", "ubatch_prefill", "min_tokens") == (126, 512, 240)
     assert counts(one, "entered", "left", "rolled_back") == (1, 1, 0)
     assert one["events"] == ["entered", "left"]
     assert long["bytes"] > short["bytes"] == verify["bytes"] > 0
