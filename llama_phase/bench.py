@@ -176,11 +176,13 @@ def phase_slots(n: int) -> dict[str, Any]:
 
 
 def gpu_suite(threads: int) -> list[Configuration]:
-    """All on the GPU, stock with host experts three ways, the honest rival, and ours with 64, 128, 256 slots."""
+    """All on the GPU without and with phases, stock with host experts three ways, the honest rival, and ours with 64,
+    128, 256 slots."""
     more = ("-np", "1", "-t", str(threads), "--no-warmup")
     stock = {"prefill_mode": "off", "ctx": 16384}
     return [
         Configuration("all on GPU, -ub 2048", {**stock, "ubatch": 2048}, (*GPU, *more)),
+        Configuration("phase, all on GPU", {"prefill_mode": "transaction", "ctx": 16384, "ubatch": 512}, (*GPU, *more)),
         Configuration("stock, mapped file", {**stock, "ubatch": 512}, (*HOST_EXPERTS, *more)),
         Configuration("stock, pinned, -ub 512", {**stock, "ubatch": 512}, (*PINNED, *more)),
         Configuration("stock, pinned, -ub 2048", {**stock, "ubatch": 2048}, (*PINNED, *more)),
