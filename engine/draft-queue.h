@@ -18,10 +18,11 @@
 #include <vector>
 
 struct draft_queue {
-    // Does nothing until a context is set: hold() answers false, the others find nothing.
-    void set_context(llama_context * ctx) {
-        context = ctx;
-        waiting = common_batch(ctx);
+    // Does nothing until contexts are set: hold() answers false, the others find nothing.
+    void set_contexts(llama_context * draft, const llama_context * of_target) {
+        context = draft;
+        target  = of_target;
+        waiting = common_batch(draft);
     }
 
     // Takes over `batch` (token and embedding per entry) when that has at most `limit` tokens. False: the caller is to decode it now, and
@@ -60,6 +61,7 @@ struct draft_queue {
     // Puts what waits at the front of `batch` when there is room for `n_more` tokens within `limit`, else decodes it alone. The embeddings
     // stay valid until the next call of hold().
     void move_to(common_batch & batch, int32_t n_more, int32_t limit) {
+        forget_undone();
         if (waiting.size() + n_more > limit) {
             decode();
         }
@@ -71,6 +73,7 @@ struct draft_queue {
 
     // Without outputs. A failure leaves a gap, which the context refuses at its next batch.
     void decode() {
+        forget_undone();
         if (waiting.size() == 0) {
             return;
         }
@@ -91,12 +94,23 @@ struct draft_queue {
         }
     }
 
+    // What the target no longer has: it went back to a checkpoint, from where the batch will be computed again.
+    void forget_undone() {
+        for (int32_t i = waiting.size(); i-- > 0;) {
+            const auto & token = waiting.tokens[i];
+            if (token.pos[0] > llama_memory_seq_pos_max(llama_get_memory(target), token.seq_id)) {
+                erase(i);
+            }
+        }
+    }
+
     void erase(int32_t i) {
         waiting.tokens.erase(waiting.tokens.begin() + i);
         rows.erase(rows.begin() + i);
     }
 
     llama_context *                 context = nullptr;
+    const llama_context *           target  = nullptr;
     common_batch                    waiting;
     std::vector<std::vector<float>> rows;       // of waiting.tokens
     std::vector<std::vector<float>> moved_rows; // of those that move_to() gave away

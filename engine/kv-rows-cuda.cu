@@ -394,8 +394,11 @@ void phase_cuda_kv_rows_free(phase_kv_rows * rows) {
 
 void phase_cuda_kv_rows_forget_all(phase_kv_rows * rows) {
     const device_scope scope(rows->device);
+    cudaError_t error = rows->used_on ? cudaStreamSynchronize(rows->used_on) : cudaSuccess; // of a decode in flight, which reads the host memory, too
     clear_kernel<<<32, 256, 0, cudaStreamPerThread>>>(rows->state);
-    cudaError_t error = cudaGetLastError();
+    if (error == cudaSuccess) {
+        error = cudaGetLastError();
+    }
     if (error == cudaSuccess) {
         error = cudaStreamSynchronize(cudaStreamPerThread);
     }
@@ -421,6 +424,7 @@ cudaError_t phase_cuda_kv_rows_find(const phase_kv_rows & rows, const phase_cuda
     if ((int64_t) lists.n_lists*lists.n_max > rows.state.n_slots) {
         return cudaErrorInvalidValue;
     }
+    rows.used_on = stream;
     find_kernel<<<PHASE_CUDA_KV_ROWS_BLOCKS, N_THREADS, 0, stream>>>(rows, lists);
     return cudaGetLastError();
 }
@@ -430,6 +434,7 @@ cudaError_t phase_cuda_kv_rows_gather(const phase_kv_rows & rows, const phase_cu
     if (n > rows.state.n_slots) {
         return cudaErrorInvalidValue;
     }
+    rows.used_on = stream;
     find_range_kernel<<<PHASE_CUDA_KV_ROWS_BLOCKS, N_THREADS, 0, stream>>>(rows, range);
     const int n_blocks = (int) std::min<int64_t>(N_GATHER_BLOCKS, (2*n*32 + N_GATHER_THREADS - 1)/N_GATHER_THREADS);
     gather_kernel<<<n_blocks, N_GATHER_THREADS, 0, stream>>>(rows, range, (uint8_t *) k, (uint8_t *) v);
@@ -443,6 +448,7 @@ cudaError_t phase_cuda_kv_rows_forget(const phase_cuda_written * written, int n,
         int            n_threads = 32; // few rows: a small block starts sooner
         for (int k = 0; k < n_layers; ++k) {
             const auto & own = written[i + k];
+            own.rows->used_on = stream;
             layers.layers[k] = { own.rows->state, own };
             n_threads = std::max(n_threads, own.ids ? std::min((own.n_ids + 31)/32*32, N_THREADS) : N_THREADS);
         }

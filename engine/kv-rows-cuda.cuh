@@ -24,6 +24,8 @@ struct phase_kv_rows {
     void    * zeros; // n_slots halves: the mask of a row that is in a list
     phase_kv_rows_counters * totals;
     uint32_t               * turns; // [PHASE_CUDA_KV_ROWS_BLOCKS] how far each block of a lookup is; see find_and_copy
+
+    mutable cudaStream_t used_on; // by what was queued last; null: by nothing yet
 };
 
 // One list per query, of n_max entries each: a row of the query's sequence, -1 behind the last.
@@ -59,7 +61,7 @@ struct phase_cuda_written {
 const char * phase_cuda_kv_rows_new(int device, const phase_kv_rows_shape & shape, phase_kv_rows ** rows);
 void         phase_cuda_kv_rows_free(phase_kv_rows * rows);
 
-// Forgets all rows. The device is idle.
+// Forgets all rows, behind what the device still does.
 void phase_cuda_kv_rows_forget_all(phase_kv_rows * rows);
 
 // What was counted by lookups that have ended; zeros when the device cannot be asked. Any thread may ask, also while another captures.

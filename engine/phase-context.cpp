@@ -13,6 +13,7 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <stdexcept>
 
@@ -162,11 +163,27 @@ void phase_context::before_reserve() {
     small_graphs.drop();
 }
 
+// Samplers on the device with inputs of their own (random numbers, tables of penalties) know those of the graph that was built last.
+static bool has_inputs(const llama_sampler * sampler) {
+    auto * chain = const_cast<llama_sampler *>(sampler);
+    const int n = std::strcmp(llama_sampler_name(sampler), "chain") == 0 ? llama_sampler_chain_n(chain) : -1;
+    for (int i = 0; i < n; ++i) {
+        if (has_inputs(llama_sampler_chain_get(chain, i))) {
+            return true;
+        }
+    }
+    return n < 0 && sampler->iface->backend_set_input && llama_sampler_name(sampler)[0] != '?'; // "?": one that does nothing
+}
+
+bool phase_context::keeps_graphs() const {
+    return std::none_of(ctx.sampling.samplers.begin(), ctx.sampling.samplers.end(), [](const auto & entry) { return has_inputs(entry.second); });
+}
+
 void phase_context::before_graph(uint32_t n_tokens, uint32_t n_seqs, uint32_t n_outputs) {
     if (!planned_prefill && experts && experts->fill_left_bytes() > 0 && n_tokens <= config.expert_batch && experts->before_small_batch(backends())) {
         group->note_fill();
     }
-    if (!planned_prefill) {
+    if (!planned_prefill && keeps_graphs()) {
         small_graphs.select(n_tokens, n_seqs, n_outputs);
         if (small_graphs.changed()) {
             group->note_decode_memory();
@@ -289,17 +306,34 @@ void phase_context::pool_host_buffers() {
     }
 }
 
-// Of a draft's prompts only the writes, which take no experts. Drafts of other sequences, few tokens, come between them.
-// `sizes`: nothing is allocated, but bytes are added up for each backend.
-bool phase_context::plan_prefill(const llama_memory_context_i & mctx, size_t * sizes) {
+// A micro-batch of prompts. `sizes`: nothing is allocated, but the bytes for each backend are put there.
+bool phase_context::plan_prompts(const llama_memory_context_i * mctx, size_t * sizes) {
     const uint32_t n_seqs    = ctx.cparams.n_seq_max;
     const uint32_t n_tokens  = std::min(ctx.cparams.n_ctx, ctx.cparams.n_ubatch);
     const uint32_t n_outputs = std::min(n_tokens, ctx.cparams.n_outputs_max);
+    if (!ctx.graph_reserve(n_tokens, n_seqs, n_outputs, mctx, sizes != nullptr, sizes)) {
+        return false;
+    }
+    // of one sequence it needs more, as llama_context::sched_reserve() knows
+    if (n_seqs == 1 || (ctx.model.arch != LLM_ARCH_KIMI_LINEAR && ctx.model.arch != LLM_ARCH_MINIMAX_01)) {
+        return true;
+    }
+    std::vector<size_t> of_one(ctx.backend_ptrs.size());
+    const bool planned = ctx.graph_reserve(n_tokens, 1, n_outputs, mctx, sizes != nullptr, sizes ? of_one.data() : nullptr);
+    for (size_t i = 0; sizes && i < of_one.size(); ++i) {
+        sizes[i] = std::max(sizes[i], of_one[i]);
+    }
+    return planned;
+}
+
+// Of a draft's prompts only the writes, which take no experts. Drafts of other sequences, few tokens, come between them.
+bool phase_context::plan_prefill(const llama_memory_context_i * mctx, size_t * sizes) {
+    const uint32_t n_seqs = ctx.cparams.n_seq_max;
     if (!prompts_only_write()) {
-        return ctx.graph_reserve(n_tokens, n_seqs, n_outputs, &mctx, sizes != nullptr, sizes);
+        return plan_prompts(mctx, sizes);
     }
     std::vector<size_t> of_drafts(ctx.backend_ptrs.size());
-    if (!ctx.graph_reserve(n_seqs, n_seqs, n_seqs, &mctx, sizes != nullptr, sizes ? of_drafts.data() : nullptr)) {
+    if (!ctx.graph_reserve(n_seqs, n_seqs, n_seqs, mctx, sizes != nullptr, sizes ? of_drafts.data() : nullptr)) {
         return false;
     }
     struct scope {
@@ -307,7 +341,7 @@ bool phase_context::plan_prefill(const llama_memory_context_i & mctx, size_t * s
         ~scope() { flag = false; }
     } cut_down { plans_writes };
     plans_writes = true;
-    const bool planned = ctx.graph_reserve(n_tokens, n_seqs, n_outputs, &mctx, sizes != nullptr, sizes);
+    const bool planned = plan_prompts(mctx, sizes);
     for (size_t i = 0; sizes && i < of_drafts.size(); ++i) {
         sizes[i] = std::max(sizes[i], of_drafts[i]);
     }
@@ -319,9 +353,7 @@ bool phase_context::plan_prefill(const llama_memory_context_i & mctx, size_t * s
 // batch finds, so generation comes after the worst case.
 void phase_context::reserve(bool prefill) {
     const uint32_t n_seqs    = ctx.cparams.n_seq_max;
-    const uint32_t n_tokens  = std::min(ctx.cparams.n_ctx, ctx.cparams.n_ubatch);
-    const uint32_t n_outputs = std::min(n_tokens, ctx.cparams.n_outputs_max);
-    const size_t   max_nodes = ctx.graph_max_nodes(n_tokens);
+    const size_t   max_nodes = ctx.graph_max_nodes(std::min(ctx.cparams.n_ctx, ctx.cparams.n_ubatch));
 
     pool_host_buffers();
     const auto plan = [&] {
@@ -329,9 +361,12 @@ void phase_context::reserve(bool prefill) {
         ctx.sched.reset(ggml_backend_sched_new(ctx.backend_ptrs.data(), ctx.backend_buft.data(), ctx.backend_ptrs.size(), max_nodes,
                 ctx.cparams.pipeline_parallel, ctx.cparams.op_offload));
 
-        const auto mctx = ctx.memory->init_full();
-        return mctx && (prefill ? plan_prefill(*mctx, nullptr) :
-            ctx.graph_reserve(n_tokens, n_seqs, n_outputs, mctx.get()) && ctx.graph_reserve(n_seqs, n_seqs, n_seqs, mctx.get()));
+        const auto mctx = ctx.memory ? ctx.memory->init_full() : nullptr;
+        if (ctx.memory && !mctx) {
+            return false;
+        }
+        return prefill ? plan_prefill(mctx.get(), nullptr) :
+            plan_prompts(mctx.get(), nullptr) && ctx.graph_reserve(n_seqs, n_seqs, n_seqs, mctx.get());
     };
     bool planned = plan();
     if (!planned && ctx.cparams.pipeline_parallel) {
@@ -479,7 +514,7 @@ std::string phase_context::shortfall() {
         const uint32_t n_tokens = std::min(ctx.cparams.n_ctx, ubatch_prefill);
         unpark_graphs(true, ctx.graph_max_nodes(n_tokens));
         ensure_scheduler(n_tokens);
-        plan_prefill(*mctx, need.data());
+        plan_prefill(mctx.get(), need.data());
 
         std::string text;
         const auto memory = read_memory();

@@ -122,7 +122,9 @@ struct phase_context {
 
     void        create_cache();
     void        reserve(bool prefill);
-    bool        plan_prefill(const llama_memory_context_i & mctx, size_t * sizes);
+    bool        plan_prompts(const llama_memory_context_i * mctx, size_t * sizes);
+    bool        plan_prefill(const llama_memory_context_i * mctx, size_t * sizes);
+    bool        keeps_graphs() const;
     void        pool_host_buffers();
     std::vector<size_t> plan_compute(uint32_t ubatch); // bytes for each backend
 

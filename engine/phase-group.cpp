@@ -258,10 +258,11 @@ size_t phase_group::taken_bytes(ggml_backend_dev_t dev) const {
 
 size_t phase_group::taken_by_target_bytes(const phase_context & draft, ggml_backend_dev_t dev) {
     std::lock_guard<std::mutex> guard(registry_lock);
-    std::vector<const phase_group *> others;
+    std::vector<phase_group *> others;
     std::copy_if(registry.begin(), registry.end(), std::back_inserter(others), [&](const auto * group) { return group != draft.group.get(); });
-    for (const auto * group : others) {
-        if (&group->members.front()->model() == &draft.model() || others.size() == 1) {
+    for (auto * group : others) {
+        std::lock_guard<std::mutex> of_group(group->lock); // its last member may be on its way out
+        if (!group->members.empty() && (&group->members.front()->model() == &draft.model() || others.size() == 1)) {
             return group->taken_bytes(dev);
         }
     }

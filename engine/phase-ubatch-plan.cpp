@@ -59,7 +59,7 @@ std::vector<size_t> phase_context::plan_compute(uint32_t ubatch) {
         throw std::runtime_error("the memory of the context cannot be planned for");
     }
     std::vector<size_t> bytes(ctx.backend_ptrs.size());
-    plan_prefill(*mctx, bytes.data());
+    plan_prefill(mctx.get(), bytes.data());
     for (size_t i = 0; i < bytes.size(); ++i) { // backends over one buffer type share the buffer, and each is told its size
         const bool shared = std::find(ctx.backend_buft.begin(), ctx.backend_buft.begin() + i, ctx.backend_buft[i]) != ctx.backend_buft.begin() + i;
         bytes[i] = shared ? 0 : bytes[i];

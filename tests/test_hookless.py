@@ -10,24 +10,43 @@ from pathlib import Path
 
 import pytest
 from engine_server import PHASE_BIN, ROOT, clean_environment, phase_environment
+from synth.gguf_file import llama_cpp_dir, use_gguf_py
 
 pytestmark = pytest.mark.engine
 
 Run = Callable[..., list[dict]]
 
 
-@pytest.fixture(scope="module")
-def phase_api(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled program, linked against the engine's libraries."""
-    program = tmp_path_factory.mktemp("phase_api") / "phase_api"
-    source = PHASE_BIN.parents[1] / "src"
-    include = [f"-I{folder}" for folder in (source / "include", source / "ggml/include", ROOT / "engine")]
+def compiled(source: str, folder: Path) -> Path:
+    """A program of tests/, linked against the engine's libraries."""
+    program = folder / Path(source).stem
+    tree = PHASE_BIN.parents[1] / "src"
+    include = [f"-I{folder}" for folder in (tree / "include", tree / "ggml/include", ROOT / "engine")]
     link = ["-Wl,-rpath," + str(PHASE_BIN), f"-L{PHASE_BIN}", "-lllama", "-lggml", "-lggml-base"]
     flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror"]
-    command = ["g++", *flags, *include, ROOT / "tests/phase_api.cpp", "-o", program, *link]
-    compiled = subprocess.run(command, capture_output=True, text=True)
-    assert compiled.returncode == 0, compiled.stderr
+    command = ["g++", *flags, *include, ROOT / "tests" / source, "-o", program, *link]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return program
+
+
+@pytest.fixture(scope="module")
+def phase_api(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled("phase_api.cpp", tmp_path_factory.mktemp("phase_api"))
+
+
+@pytest.fixture(scope="module")
+def backend_sampling(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[int]]:
+    """`backend_sampling(model, GRAPHS=...)`: the tokens that the device sampled."""
+    program = compiled("backend_sampling.cpp", tmp_path_factory.mktemp("backend_sampling"))
+
+    def tokens(model: Path, *, off: bool = False, **env: str) -> list[int]:
+        environment = clean_environment({} if off else phase_environment(**env))
+        done = subprocess.run([program, model], env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr}"
+        return [int(line) for line in done.stdout.splitlines()]
+
+    return tokens
 
 
 @pytest.fixture
@@ -285,3 +304,37 @@ def test_copies_of_experts_go_with_the_last_context(run: Run) -> None:
         assert tops[0] == tops[1] == tops[3] and tops[2] == tops[4]
         assert all(state["result"] == 0 for state in states if state["command"].startswith("decode"))
     assert [s["result"] for s in plain[:-1]] == [s["result"] for s in copied[:-1]]
+
+
+def test_samplers_on_the_device_find_the_inputs_of_their_own_graph(backend_sampling, model_path) -> None:
+    """Random numbers go into the graph that was built last, so none is kept beside it."""
+    model = model_path("qwen3moe")
+    stock = backend_sampling(model, off=True)
+    assert len(set(stock)) > 10
+    for graphs in ("auto", "0"):
+        assert backend_sampling(model, DRAFT="auto", GRAPHS=graphs) == stock
+
+
+def test_slots_in_a_context_without_memory(backend_sampling, model_path, tmp_path: Path) -> None:
+    """A diffusion model has no K/V; experts may be in host memory all the same."""
+    use_gguf_py(llama_cpp_dir())
+    import gguf
+
+    source = gguf.GGUFReader(model_path("qwen3moe"))
+    written = gguf.GGUFWriter(tmp_path / "llada.gguf", "llada-moe")
+    for name, entry in source.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            name, value = name.replace("qwen3moe.", "llada-moe."), entry.contents()
+            if entry.types[0] == gguf.GGUFValueType.ARRAY:
+                written.add_array(name, value)
+            else:
+                written.add_key_value(name, value, entry.types[0])
+    written.add_key_value("tokenizer.ggml.mask_token_id", 3, gguf.GGUFValueType.UINT32)
+    for tensor in source.tensors:
+        written.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    written.write_header_to_file()
+    written.write_kv_data_to_file()
+    written.write_tensors_to_file()
+    written.close()
+    model = tmp_path / "llada.gguf"
+    assert backend_sampling(model, EXPERT_SLOTS="32") == backend_sampling(model, off=True)

@@ -1,0 +1,3 @@
+#pragma once
+
+#define LOG_ERR(...) ((void) 0)
