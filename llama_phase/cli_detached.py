@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,12 +33,11 @@ def down(
     from llama_phase.detached import stop
     from llama_phase.running_servers import reap_orphans
 
-    stopped, orphans = False, reap_orphans(_settings(port).state_path / "running")
+    folder = _find(port)
+    orphans = reap_orphans(_settings(port).state_path / "running")
     for pid in orphans:
         _say(f"ended server {pid}, which had outlived its supervisor")
-    folder = _find(port)
-    if folder is not None:
-        stopped = stop(folder, _say, at_once=now)
+    stopped = folder is not None and stop(folder, _say, at_once=now)
     _say("stopped" if stopped or orphans else "nothing runs")
 
 
@@ -46,19 +48,26 @@ def status(
 ) -> None:
     """Show the state of a server: ready or not, restarts, rollbacks, the last failure. Exit code 0: it is ready."""
     from llama_phase.detached import look, summary
+    from llama_phase.errors import LlamaPhaseError
     from llama_phase.supervisor_status import SupervisorStatus
 
     folder = _folder(port)
 
-    def text() -> str:
-        seen = look(folder) or SupervisorStatus()
+    def text(seen: SupervisorStatus) -> str:
         return json.dumps(seen.to_dict(), indent=1) if as_json else "\n".join(summary(seen))
 
+    def now() -> str:
+        try:
+            return text(look(folder) or SupervisorStatus())
+        except LlamaPhaseError as error:  # it may be told again in a moment
+            return json.dumps({"error": str(error), "fix": error.fix}, indent=1) if as_json else f"error: {error}"
+
     if watch:
-        _watch(text, as_json)
-    print(text())
-    seen = look(folder)
-    raise typer.Exit(0 if seen is not None and seen.state == "ready" else 1)
+        with _while_read():
+            _watch(now, as_json)
+    seen = look(folder) or SupervisorStatus()
+    print(text(seen))
+    raise typer.Exit(0 if seen.state == "ready" else 1)
 
 
 def logs(
@@ -68,10 +77,11 @@ def logs(
     supervisor: Annotated[bool, typer.Option("--supervisor", help="What a detached supervisor says.")] = False,
 ) -> None:
     """Show the log of a server."""
-    from llama_phase.detached import follow as follow_log
+    from llama_phase.log_follow import follow as follow_log
 
-    for line in follow_log(_folder(port), lines, follow, supervisor=supervisor):
-        print(line, flush=follow)
+    with _while_read():
+        for line in follow_log(_folder(port), lines, follow, supervisor=supervisor):
+            print(line, flush=follow)
 
 
 def rollback(
@@ -97,8 +107,8 @@ def _list(folder: Path, as_json: bool) -> None:
     from llama_phase.detached import look
     from llama_phase.journal import Journal
 
-    good = Journal(folder / "served").good()
     seen = look(folder)
+    good = Journal(folder / "served").good()
     if as_json:
         rows = [{"number": r.number, "at_s": r.at_s, **r.configuration.to_dict()} for r in good]
         print(json.dumps(rows, indent=1))
@@ -114,6 +124,17 @@ def _list(folder: Path, as_json: bool) -> None:
         if index + 1 < len(good):
             for line in difference(good[index + 1].configuration, record.configuration):
                 print(f"        {line}")
+
+
+@contextlib.contextmanager
+def _while_read() -> Iterator[None]:
+    """Ends quietly, with exit code 0, once nobody reads what is printed."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the buffer still holds
+        raise typer.Exit(0) from None
 
 
 def _watch(text: object, as_json: bool) -> None:

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from llama_phase.settings import Settings
-from llama_phase.supervisor_status import SupervisorStatus
+from llama_phase.supervisor_status import SupervisorStatus, now_s
 
 if TYPE_CHECKING:
     from llama_phase.server import Server
@@ -68,9 +68,8 @@ class PortStandin(Companion):
         self.close()
         self._standin = standin_for(settings)
         reason = status.failure.kind.replace("_", " ") if status.failure else "it ended"
-        self._standin.say(
-            f"the server is being restarted: {reason}", (status.restart_at_s or time.time()) - time.time()
-        )
+        wait_s = 0.0 if status.restart_at_s is None else status.restart_at_s - now_s(status)
+        self._standin.say(f"the server is being restarted: {reason}", wait_s)
         self._standin.open()
 
     def starting(self, settings: Settings) -> None:

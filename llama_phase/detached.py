@@ -7,24 +7,31 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from llama_phase.errors import AlreadyRunning, LlamaPhaseError, ServerStartError
 from llama_phase.holder import Holder, read_holder
-from llama_phase.instance import CHANGE_SIGNAL, SUPERVISOR_LOG, folder_of, put_request, signal_holder
+from llama_phase.instance import CHANGE_SIGNAL, NOW_SIGNAL, SUPERVISOR_LOG, folder_of, put_request, signal_holder
 from llama_phase.journal import Journal, Record
-from llama_phase.server_log import LogTail, read_tail
+from llama_phase.server_log import SCAN_BYTES
 from llama_phase.settings import Settings
-from llama_phase.supervisor_status import SupervisorStatus, read_status
+from llama_phase.supervisor_status import FILE_NAME as STATUS_FILE
+from llama_phase.supervisor_status import OWN_ERROR, SupervisorStatus, now_s, read_status
 
 LOOK_S = 0.1
 LOG_BYTES = 1 << 20  # of supervisor.log, beyond which a new one is begun
-KILL_AFTER_S = 5.0
+KILL_AFTER_S = 15.0
+FIRST_WRITE_S = 60.0  # age at which a supervisor has long written its first status
+ROOM_BYTES = 1 << 16  # for what a supervisor says when it starts
+OVER = ("stopped", "failed")
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 def start(settings: Settings, words: Sequence[str], say: Say) -> None:
@@ -40,6 +47,7 @@ def start(settings: Settings, words: Sequence[str], say: Say) -> None:
             fix="stop it with `llama-phase down`, or see `llama-phase status`",
         )
     log = _open_log(folder)
+    begin = log.stat().st_size  # earlier runs are in there, too
     with log.open("ab") as out:
         child = subprocess.Popen(
             [sys.executable, "-m", "llama_phase.cli", "serve", *words],
@@ -48,28 +56,43 @@ def start(settings: Settings, words: Sequence[str], say: Say) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    try:
+        _wait_held(child, folder)
+    except KeyboardInterrupt:  # `down` would not find it yet
+        child.terminate()
+        child.wait()
+        say("not started")
+        raise
     say(f"supervisor started (pid {child.pid}), log: {log}")
     try:
-        _wait_ready(child, folder, log, say)
+        _wait_ready(child, folder, log, begin, say)
     except KeyboardInterrupt:
         say("still starting in the background; `llama-phase status --watch` shows it, `llama-phase down` ends it")
         raise
 
 
-def _wait_ready(child: subprocess.Popen[bytes], folder: Path, log: Path, say: Say) -> None:
+def _wait_held(child: subprocess.Popen[bytes], folder: Path) -> None:
+    """Until the child holds the folder, where other commands find it, or has ended."""
+    while child.poll() is None:
+        holder = quietly(lambda: read_holder(folder))
+        if holder is not None and holder.pid == child.pid:
+            return
+        time.sleep(LOOK_S)
+
+
+def _wait_ready(child: subprocess.Popen[bytes], folder: Path, log: Path, begin: int, say: Say) -> None:
     said = ""
     while True:
         code = child.poll()
-        status = read_status(folder)
-        mine = status is not None and status.supervisor_pid == child.pid
+        status = quietly(lambda: read_status(folder))
+        if status is not None and status.supervisor_pid != child.pid:
+            status = None
         if code is not None:
-            if mine and status is not None and status.failure is not None:
-                raise ServerStartError(status.failure.text + _quote(status), fix=status.failure.fix, exit_code=code)
-            last = [line for line in read_tail(log) if line.startswith(("error: ", "fix: "))][-2:]
-            text = next((line[7:] for line in last if line.startswith("error: ")), f"exit code {code}")
-            fix = next((line[5:] for line in last if line.startswith("fix: ")), f"the whole log is {log}")
-            raise ServerStartError(text, fix=fix, exit_code=code if code > 0 else 1)
-        if mine and status is not None:
+            raise _end_of(code, status, log, begin)
+        holder = quietly(lambda: read_holder(folder))
+        if holder is not None and holder.pid == child.pid and holder.unwritten:
+            raise _cannot_be_seen(folder, holder)
+        if status is not None:
             line = summary(status)[0]
             if status.state != "ready" and line != said:
                 said = line
@@ -81,18 +104,37 @@ def _wait_ready(child: subprocess.Popen[bytes], folder: Path, log: Path, say: Sa
         time.sleep(LOOK_S)
 
 
+def _end_of(code: int, status: SupervisorStatus | None, log: Path, begin: int) -> ServerStartError:
+    """Why a supervisor ended: its last failure, its own error, or what its log says from byte `begin` on."""
+    own = [note for note in status.notes if note.startswith(OWN_ERROR)] if status is not None else []
+    if status is not None and status.failure is not None and not own:
+        return ServerStartError(status.failure.text + _quote(status), fix=status.failure.fix, exit_code=code)
+    last = [line for line in read_from(log, begin) if line.startswith(("error: ", "fix: "))][-2:]
+    text = next((line[7:] for line in last if line.startswith("error: ")), (own or [f"exit code {code}"])[-1])
+    fix = next((line[5:] for line in last if line.startswith("fix: ")), f"the whole log is {log}")
+    return ServerStartError(text, fix=fix, exit_code=code if code > 0 else 1)
+
+
 def stop(folder: Path, say: Say, *, at_once: bool = False) -> bool:
-    """Stop the supervisor of `folder` and wait for its end; False when none runs. A second Ctrl-C stops at once."""
+    """Stop the supervisor of `folder` and wait for its end; False when none runs. A second Ctrl-C stops at once.
+
+    Raises LlamaPhaseError when it is not ours to stop.
+    """
     holder = read_holder(folder)
-    if holder is None or not signal_holder(holder, signal.SIGTERM):
+    if holder is None:
         return False
+    if not signal_holder(holder, NOW_SIGNAL if at_once else signal.SIGTERM):
+        if not holder.alive:
+            return False
+        raise LlamaPhaseError(
+            f"may not stop the supervisor with pid {holder.pid}, which is another user's",
+            fix="ask as the user who started it",
+        )
     say(f"stopping {holder.model} (supervisor pid {holder.pid})")
-    if at_once:
-        signal_holder(holder, signal.SIGTERM)
     try:
         _wait_gone(holder, KILL_AFTER_S if at_once else None)
     except KeyboardInterrupt:
-        signal_holder(holder, signal.SIGTERM)
+        signal_holder(holder, NOW_SIGNAL)
         _wait_gone(holder, KILL_AFTER_S)
     if holder.alive:  # its server dies with it
         signal_holder(holder, signal.SIGKILL)
@@ -107,27 +149,60 @@ def _wait_gone(holder: Holder, limit_s: float | None) -> None:
 
 
 def look(folder: Path) -> SupervisorStatus | None:
-    """The status as it is now: a supervisor that was killed cannot write that it is gone."""
-    status = read_status(folder)
-    if status is None or status.exit_code is not None or read_holder(folder) is not None:
-        return status
-    if status.state in ("stopped", "failed"):
-        return status
+    """The status as it is now, not as it was written last: a supervisor that was killed cannot write that it is gone.
+
+    None when there never was one. Raises LlamaPhaseError when it cannot be told.
+    """
+    holder = read_holder(folder)
+    if holder is None:
+        status = read_status(folder)
+        if status is None or status.state in OVER:
+            return status
+        holder = read_holder(folder)  # of one that started in between
+    if holder is not None:
+        return _of_living(folder, holder)
+    gone = replace(status, server_pid=None, server_birth_s=None, restart_at_s=None)
+    if status.exit_code is not None:
+        note = f"the supervisor (pid {status.supervisor_pid}) ended with exit code {status.exit_code} and no reason"
+        return replace(gone, state="failed", notes=(*status.notes, note))
     note = f"the supervisor (pid {status.supervisor_pid}) is gone without a word: it was killed, or the machine stopped"
-    return replace(status, state="stopped", server_pid=None, restart_at_s=None, notes=(*status.notes, note))
+    return replace(gone, state="stopped", notes=(*status.notes, note))
+
+
+def _of_living(folder: Path, holder: Holder) -> SupervisorStatus:
+    if holder.unwritten:
+        raise _cannot_be_seen(folder, holder)
+    status = read_status(folder)
+    if status is not None and (status.supervisor_pid, status.supervisor_birth_s) == (holder.pid, holder.birth_s):
+        return status
+    if holder.age_s > FIRST_WRITE_S:
+        raise _cannot_be_seen(folder, holder)
+    began_s = time.time() - holder.age_s
+    return SupervisorStatus(
+        "starting", began_s, holder.pid, holder.birth_s or 0.0, model=holder.model, started_s=began_s
+    )
+
+
+def _cannot_be_seen(folder: Path, holder: Holder) -> LlamaPhaseError:
+    why = f": {holder.unwritten}" if holder.unwritten else ""
+    return LlamaPhaseError(
+        f"the supervisor with pid {holder.pid} runs, serving {holder.model}, but cannot write"
+        f" {folder / STATUS_FILE}{why}; so its state cannot be told",
+        fix=f"free or allow it (`df {folder}` shows the space left); it is written again within seconds",
+    )
 
 
 def summary(status: SupervisorStatus) -> list[str]:
     """What a person wants to know, the state first."""
-    now_s = time.time()
+    now = now_s(status)
     first = f"{status.state}: {status.model}"
     if status.state == "ready":
         first += f" at {status.url}"
     elif status.restart_at_s is not None:
-        first += f", waiting {max(0.0, status.restart_at_s - now_s):.0f} s for the next attempt"
+        first += f", waiting {max(0.0, status.restart_at_s - now):.0f} s for the next attempt"
     elif status.state == "starting":
         first += ", first prompt" if status.load_s is not None else ", loading"
-    lines = [first, f"  for {_duration(now_s - status.since_s)}, configuration {status.configuration}"]
+    lines = [first, f"  for {_duration(now - status.since_s)}, configuration {status.configuration}"]
     if status.server_pid:
         lines.append(f"  supervisor pid {status.supervisor_pid}, server pid {status.server_pid}, log {status.log}")
     if status.load_s is not None and status.state == "ready":
@@ -138,34 +213,30 @@ def summary(status: SupervisorStatus) -> list[str]:
         lines.append(f"  restarts: {status.restarts} ({reasons})")
     if status.rolled_back:
         back = status.rolled_back
-        lines.append(f"  ROLLED BACK from {back.failed} to {back.serving}, {_ago(now_s, back.at_s)}: {back.reason}")
+        lines.append(f"  ROLLED BACK from {back.failed} to {back.serving}, {_ago(now, back.at_s)}: {back.reason}")
     if status.failure:
         failure = status.failure
         code = "" if failure.returncode is None else f", status {failure.returncode}"
-        lines.append(f"  last failure: {failure.kind}{code}, {_ago(now_s, failure.at_s)}: {failure.text}")
+        lines.append(f"  last failure: {failure.kind}{code}, {_ago(now, failure.at_s)}: {failure.text}")
         lines += [f"    | {line}" for line in failure.log_lines]
         lines.append(f"    fix: {failure.fix}")
     return lines + [f"  {note}" for note in status.notes]
 
 
-def follow(folder: Path, n_lines: int, on: bool, *, supervisor: bool = False) -> Iterator[str]:
-    """The last lines of the server's log (or the supervisor's own); with `on` those to come, across restarts.
+def read_from(path: Path, begin: int) -> list[str]:
+    """The lines from byte `begin` on; empty when it cannot be read."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(begin)
+        return file.read(SCAN_BYTES).decode("utf-8", "replace").splitlines()
+    return []
 
-    Raises LlamaPhaseError when there is no log.
-    """
-    path = _log_of(folder, supervisor)
-    if path is None or not path.exists():
-        raise LlamaPhaseError(f"there is no log yet in {folder}", fix="`llama-phase status` says what is going on")
-    tail = LogTail(path)
-    yield from tail.read(16 << 20)[-n_lines:] if n_lines else tail.read(16 << 20)[:0]
-    while on:
-        yield from tail.read()
-        now = _log_of(folder, supervisor)
-        if now is not None and now != tail.path and now.exists():
-            yield from tail.read()
-            tail = LogTail(now)
-            yield f"--- {now}"
-        time.sleep(LOOK_S)
+
+def quietly(read: Callable[[], T]) -> T | None:
+    """For those who look again soon: what cannot be told now is nothing."""
+    try:
+        return read()
+    except LlamaPhaseError:
+        return None
 
 
 def roll_back(folder: Path, number: int | None, say: Say) -> Record:
@@ -196,13 +267,6 @@ def roll_back(folder: Path, number: int | None, say: Say) -> Record:
     return record
 
 
-def _log_of(folder: Path, supervisor: bool) -> Path | None:
-    if supervisor:
-        return folder / SUPERVISOR_LOG
-    status = read_status(folder)
-    return Path(status.log) if status is not None and status.log else None
-
-
 def _open_log(folder: Path) -> Path:
     path = folder / SUPERVISOR_LOG
     try:
@@ -211,6 +275,8 @@ def _open_log(folder: Path) -> Path:
             if path.stat().st_size > LOG_BYTES:
                 path.replace(path.with_suffix(".old.log"))
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            os.posix_fallocate(probe.fileno(), 0, ROOM_BYTES)
     except OSError as error:
         raise LlamaPhaseError(
             f"cannot write in {folder}: {error.strerror}",

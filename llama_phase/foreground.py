@@ -15,12 +15,14 @@ from rich.live import Live
 from rich.markup import escape
 
 from llama_phase.companions import companions_for
+from llama_phase.errors import LlamaPhaseError
 from llama_phase.holder import Lock
-from llama_phase.instance import CHANGE_SIGNAL, folder_of, policy_of, take_request
+from llama_phase.instance import CHANGE_SIGNAL, NOW_SIGNAL, folder_of, policy_of, take_request
+from llama_phase.lossy_stream import LossyStream
 from llama_phase.server_log import LogTail
 from llama_phase.settings import Settings
 from llama_phase.supervisor import Supervisor
-from llama_phase.supervisor_status import SupervisorStatus
+from llama_phase.supervisor_status import SupervisorStatus, now_s
 
 READ_EVERY_S = 0.25
 COUNTERS = ("entered", "left", "rolled_back", "failed")
@@ -29,7 +31,10 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Counts the signals that ask to stop, from entering to leaving. The first says why, the second means at once."""
+    """Counts the signals that ask to stop, from entering to leaving. The first says why, the second means at once.
+
+    Two of one number that come close together are one to the kernel; NOW_SIGNAL alone counts as two.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -46,6 +51,7 @@ class StopSignals:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         self._before[CHANGE_SIGNAL] = signal.signal(CHANGE_SIGNAL, self._note_change)
+        self._before[NOW_SIGNAL] = signal.signal(NOW_SIGNAL, self._note_now)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,6 +61,10 @@ class StopSignals:
     def _note(self, number: int, _: FrameType | None) -> None:
         self.count += 1
         self.first = self.first or number
+
+    def _note_now(self, *_: object) -> None:
+        self.count += 2
+        self.first = self.first or signal.SIGTERM
 
     def _note_change(self, *_: object) -> None:
         self._change = True
@@ -113,10 +123,12 @@ def describe_phase(phase: dict[str, Any] | None) -> str:
 
 
 class Status:
-    """Shows the state of a supervisor: a live block on a terminal, plain lines elsewhere."""
+    """Shows the state of a supervisor: a live block on a terminal, plain lines elsewhere. What cannot be
+    written is dropped."""
 
     def __init__(self, console: Console):
         self.console = console
+        console.file = LossyStream(console.file)  # type: ignore[assignment]
         self._tail: LogTail | None = None
         self._timings = Timings()
         self._read_s = 0.0
@@ -158,11 +170,11 @@ class Status:
         if not self._live:
             return
         if status.restart_at_s is not None:
-            self._live.update(f"[bold yellow]waiting[/] {max(0.0, status.restart_at_s - time.time()):.0f} s")
+            self._live.update(f"[bold yellow]waiting[/] {max(0.0, status.restart_at_s - now_s(status)):.0f} s")
             return
         what = "loading" if status.load_s is None else "first prompt"
         self._live.update(
-            f"[bold]{what}[/] {escape(status.model)}  {time.time() - status.since_s:.0f} s\n[dim]"
+            f"[bold]{what}[/] {escape(status.model)}  {now_s(status) - status.since_s:.0f} s\n[dim]"
             f"{escape(self._last_line[: max(20, self.console.width - 1)])}[/]"
         )
 
@@ -194,26 +206,31 @@ def serve(settings: Settings, console: Console) -> int:
     Raises what the last failure was, when there is nothing left to try. Nothing is left running in any case.
     """
     lock = Lock(folder_of(settings))
-    lock.take(settings.model.name, settings.tcp_hosts, settings.port)
+    with StopSignals() as signals:  # before the lock: whoever sees its holder may signal it
+        lock.take(settings.model.name, settings.tcp_hosts, settings.port)
+        try:
+            with Status(console) as status:
+                signals.folder = lock.folder
+                signals.on_first = lambda: status.say(
+                    "stopping (Ctrl-C again: at once)" if signals.first == signal.SIGINT else "stopping"
+                )
+                return _supervise(settings, lock, signals, status)
+        finally:
+            lock.release()
+
+
+def _supervise(settings: Settings, lock: Lock, signals: StopSignals, status: Status) -> int:
+    supervisor = Supervisor(settings, lock.folder, policy=policy_of(settings), say=status.say, mark=lock.mark)
+    supervisor.companions = companions_for(settings, supervisor.status, supervisor.note)
     try:
-        with StopSignals() as signals, Status(console) as status:
-            signals.folder = lock.folder
-            signals.on_first = lambda: status.say(
-                "stopping (Ctrl-C again: at once)" if signals.first == signal.SIGINT else "stopping"
-            )
-            supervisor = Supervisor(settings, lock.folder, policy=policy_of(settings), say=status.say)
-            supervisor.companions = companions_for(settings, supervisor.status, supervisor.note)
-            code = 1
-            try:
-                last = supervisor.run(signals, lambda: status.show(supervisor))
-                status.end_live()
-                if last.state == "failed" and supervisor.error is not None:
-                    code = supervisor.error.exit_code
-                    raise supervisor.error
-                status.say("stopped")
-                code = 128 + (signals.first or 0)
-            finally:
-                supervisor.end(code)
-            return code
-    finally:
-        lock.release()
+        last = supervisor.run(signals, lambda: status.show(supervisor))
+        status.end_live()
+        if last.state == "failed" and supervisor.error is not None:
+            raise supervisor.error
+    except BaseException as error:
+        supervisor.end(error.exit_code if isinstance(error, LlamaPhaseError) else 1, error)
+        raise
+    status.say("stopped")
+    code = 128 + (signals.first or 0)
+    supervisor.end(code)
+    return code

@@ -17,7 +17,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llama_phase.errors import UsageError
+from llama_phase.errors import LlamaPhaseError, UsageError
 from llama_phase.holder import Holder, read_holder
 from llama_phase.tree import write_atomically
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from llama_phase.settings import Settings
 
 CHANGE_SIGNAL = signal.SIGUSR1
+NOW_SIGNAL = signal.SIGUSR2  # stop at once
 REQUEST = "request"
 SUPERVISOR_LOG = "supervisor.log"
 
@@ -46,22 +47,36 @@ def policy_of(settings: Settings) -> Policy:
 
 def find_folder(state: Path, explicit: bool, port: int | None) -> Path | None:
     """The folder of the supervisor that a command without a model means: the one of `port` if given, else the only one
-    that runs, else the last one that did; None when there never was one. Raises UsageError when several run.
+    that runs, else the last one that did; None when there never was one. Raises UsageError when several run,
+    LlamaPhaseError when that cannot be told.
     """
     if explicit:
         folders = [state]
     elif port is not None:
         folders = [state / f"port-{port or 'any'}"]
     else:
-        folders = sorted(state.glob("port-*"))
-    known = [folder for folder in folders if (folder / "status.json").exists() or read_holder(folder)]
+        folders = sorted(state / name for name in _names(state) if name.startswith("port-"))
+    known = [folder for folder in folders if "status.json" in _names(folder) or read_holder(folder)]
     running = [folder for folder in known if read_holder(folder)]
     if len(running) > 1:
-        names = ", ".join(folder.name.removeprefix("port-") for folder in running)
-        raise UsageError(f"several supervisors run, on ports {names}", fix="say which: --port N")
+        ports = [folder.name.removeprefix("port-") for folder in running]
+        free = " (any: --port 0)" if "any" in ports else ""
+        raise UsageError(f"several supervisors run, on ports {', '.join(ports)}", fix=f"say which: --port N{free}")
     if not known:
         return None
     return running[0] if running else max(known, key=lambda folder: (folder / "status.json").stat().st_mtime)
+
+
+def _names(folder: Path) -> list[str]:
+    """What is in a folder: nothing if it is not there. A folder that may not be read is no empty one."""
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise LlamaPhaseError(
+            f"may not read {folder}: {error.strerror}", fix="ask as the user who started the supervisor"
+        ) from None
 
 
 def signal_holder(holder: Holder, number: signal.Signals) -> bool:
@@ -89,8 +104,13 @@ def signal_holder(holder: Holder, number: signal.Signals) -> bool:
 
 
 def put_request(folder: Path, fingerprint: str) -> None:
-    """Leave what the supervisor shall change to. Raises OSError."""
-    write_atomically(folder / REQUEST, fingerprint.encode(), mode=0o600)
+    """Leave what the supervisor shall change to. Raises LlamaPhaseError when it cannot be written."""
+    try:
+        write_atomically(folder / REQUEST, fingerprint.encode(), mode=0o600)
+    except OSError as error:
+        raise LlamaPhaseError(
+            f"cannot write {folder / REQUEST}: {error.strerror}", fix="free or allow it, and try again"
+        ) from None
 
 
 def take_request(folder: Path) -> str | None:

@@ -9,7 +9,6 @@ One thread decides and acts, in ticks. What an action is:
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,10 @@ from llama_phase.lifecycle_terms import Policy, State
 from llama_phase.running_servers import birth_of
 from llama_phase.server import TICK_S, Server, find_binary
 from llama_phase.settings import Settings
-from llama_phase.supervisor_status import SupervisorStatus, write_status
+from llama_phase.supervisor_status import FILE_NAME as STATUS_FILE
+from llama_phase.supervisor_status import OWN_ERROR, SupervisorStatus, write_status
+
+WRITE_AGAIN_S = 2.0  # after a status could not be written
 
 
 class Wishes(Protocol):
@@ -42,7 +44,8 @@ class Wishes(Protocol):
 class Supervisor:
     """Keeps one server running as `settings` ask, until told to stop. The caller holds the lock of `folder`.
 
-    `error` is the last failure as a user meets it. `companions` are the caller's to fill before `run`.
+    `error` is the last failure as a user meets it. `companions` are the caller's to fill before `run`. `mark` is told
+    why the status cannot be written, and with an empty reason that it can be again.
     """
 
     def __init__(
@@ -54,13 +57,14 @@ class Supervisor:
         say: Callable[[str], None],
         environment: Mapping[str, str] | None = None,
         wall: Callable[[], float] | None = None,
+        mark: Callable[[str], None] = lambda reason: None,
     ):
         self.settings = settings
         self.folder = folder
         self.attempt: Attempt | None = None
         self.error: LlamaPhaseError | None = None
         self.companions: Sequence[Companion] = ()
-        self._say, self._wall = say, wall or steady_clock()
+        self._say, self._wall, self._mark = say, wall or steady_clock(), mark
         self._environment = dict(os.environ if environment is None else environment)
         self._journal = Journal(folder / "served")
         asked = configuration_of(settings, engine_of(settings), self._environment)
@@ -68,6 +72,7 @@ class Supervisor:
             supervisor_pid=os.getpid(),
             supervisor_birth_s=birth_of(os.getpid()) or 0.0,
             started_s=self._wall(),
+            clock_offset_s=self._wall() - time.monotonic(),
             model=settings.model.name,
             configuration=asked.fingerprint,
             engine=asked.engine,
@@ -75,7 +80,9 @@ class Supervisor:
         )
         good = [record.configuration for record in self._journal.good()]
         self.lifecycle = Lifecycle(asked, good, policy, status=begin)
-        self._written: SupervisorStatus | None = None
+        self._published: SupervisorStatus | None = None
+        self._unwritten = ""  # why the status could not be written, at the last try
+        self._write_again_s = 0.0
         self._notes: tuple[str, ...] = ()
 
     @property
@@ -103,9 +110,15 @@ class Supervisor:
                 companion.close()
         return self.status
 
-    def end(self, exit_code: int) -> None:
-        """Write the last status, which outlives the process."""
-        self.lifecycle.status = replace(self.lifecycle.status, exit_code=exit_code)
+    def end(self, exit_code: int, error: BaseException | None = None) -> None:
+        """Write the last status, which outlives the process. `error`: what ended the run before it was over."""
+        status = replace(self.lifecycle.status, exit_code=exit_code)
+        if not self.lifecycle.over:
+            what = f"{type(error).__name__}: {error}" if error is not None else "no error was told"
+            self._notes += (f"{OWN_ERROR}: {what}",)
+            gone = replace(status, server_pid=None, server_birth_s=None, restart_at_s=None)
+            status = replace(gone, state=State.FAILED.value, since_s=self._wall())
+        self.lifecycle.status, self._write_again_s = status, 0.0
         self._publish()
 
     def _look(self, wishes: Wishes) -> None:
@@ -212,14 +225,29 @@ class Supervisor:
 
     def _publish(self) -> None:
         status = self.status
-        if status == self._written:
-            return
-        self._written = status
-        # a full disk must not stop what serves; readers then see an old status of a living supervisor
-        with contextlib.suppress(OSError):
+        changed = status != self._published
+        if changed or (self._unwritten and time.monotonic() >= self._write_again_s):
+            self._published = status
+            self._write_status(status)
+        if changed:
+            for companion in self.companions:
+                companion.status(status)
+
+    def _write_status(self, status: SupervisorStatus) -> None:
+        """A full disk must not stop what serves; that it cannot be written is said once, and in the lock."""
+        reason = ""
+        try:
             write_status(self.folder, status)
-        for companion in self.companions:
-            companion.status(status)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self._write_again_s = time.monotonic() + WRITE_AGAIN_S
+            if not self._unwritten:
+                self._say(
+                    f"cannot write {self.folder / STATUS_FILE}: {reason}; `llama-phase status` cannot tell the state"
+                )
+        if reason != self._unwritten:
+            self._unwritten = reason
+            self._mark(reason)
 
 
 def steady_clock() -> Callable[[], float]:

@@ -8,13 +8,17 @@ since the machine started.
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from llama_phase.errors import LlamaPhaseError
+from llama_phase.running_servers import same_process
 from llama_phase.tree import write_atomically
 
 FILE_NAME = "status.json"
+OWN_ERROR = "the supervisor ended by an error of its own"  # begins the note that says so
 STATES = ("stopped", "starting", "ready", "stopping", "failed")
 
 
@@ -64,6 +68,7 @@ class SupervisorStatus:
     engine: str = ""
     configuration: str = ""
     started_s: float = 0.0
+    clock_offset_s: float | None = None  # times here are the monotonic clock plus this: setting the clock moves none
     load_s: float | None = None
     probe_s: float | None = None
     restarts: int = 0
@@ -101,8 +106,25 @@ def write_status(folder: Path, status: SupervisorStatus) -> None:
 
 
 def read_status(folder: Path) -> SupervisorStatus | None:
-    """The last status written in `folder`; None when there is none that this version can read."""
+    """The last status written in `folder`, None when there is none. Raises LlamaPhaseError when it cannot be read."""
+    path = folder / FILE_NAME
     try:
-        return SupervisorStatus.from_dict(json.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, AttributeError):
+        return SupervisorStatus.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise LlamaPhaseError(
+            f"may not read {path}: {error.strerror}", fix="ask as the user who started the supervisor"
+        ) from None
+    except (ValueError, TypeError, AttributeError):
+        raise LlamaPhaseError(
+            f"{path} is no whole status that this version can read",
+            fix="`llama-phase down` stops what runs; the next start writes a new one",
+        ) from None
+
+
+def now_s(status: SupervisorStatus) -> float:
+    """Now by the clock of the times in `status`, as long as its supervisor lives; by the machine's afterwards."""
+    if status.clock_offset_s is not None and same_process(status.supervisor_pid, status.supervisor_birth_s):
+        return time.monotonic() + status.clock_offset_s
+    return time.time()

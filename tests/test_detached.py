@@ -332,14 +332,15 @@ def test_which_supervisor_is_meant(tmp_path: Path) -> None:
     assert find_folder(tmp_path, True, 7) == tmp_path
 
 
-def test_requests_and_statuses_that_make_no_sense_are_nothing(tmp_path: Path) -> None:
+def test_a_request_that_makes_no_sense_is_none_and_a_status_that_does_not_is_said(tmp_path: Path) -> None:
     assert take_request(tmp_path) is None
     put_request(tmp_path, "abc")
     assert take_request(tmp_path) == "abc" and take_request(tmp_path) is None
     (tmp_path / "request").write_bytes(b"\xff\xfe")
-    assert take_request(tmp_path) is None
+    assert take_request(tmp_path) is None and read_status(tmp_path) is None
     for text in ("", "[]", "null", '{"failure": 3}', '{"rolled_back": {"x": 1}}'):
         (tmp_path / "status.json").write_text(text)
-        assert read_status(tmp_path) is None
+        with pytest.raises(LlamaPhaseError, match="no whole status"):
+            read_status(tmp_path)
     (tmp_path / "status.json").write_text('{"state": "ready", "of_a_later_version": 1}')
     assert read_status(tmp_path) == SupervisorStatus(state="ready")
