@@ -253,7 +253,7 @@ def test_slots_that_became_a_number_stay_one_and_what_is_journalled_is_auto(
 
     n = slots(first)
     line = f"slots: {n}, so that the draft from {Path(draft).name} fits"
-    assert int(n) >= 80 and line in it.said and list(first.notes) == [line]
+    assert int(n) >= 80 and line in it.said and list(first.notes)[:1] == [line]
     until(lambda: Journal(it.folder / "served").good(), "noted as good")
     assert [record.configuration.settings["expert_slots"] for record in Journal(it.folder / "served").good()] == [
         "auto"
@@ -262,7 +262,7 @@ def test_slots_that_became_a_number_stay_one_and_what_is_journalled_is_auto(
     monkeypatch.setattr(plan_check, "probe", lambda: with_given(Machine(), vram="1", ram="192"))
     os.kill(first.server_pid or 0, signal.SIGKILL)
     until(lambda: it.status.restarts == 1 and it.status.state == "ready", "ready again")
-    assert slots(it.status) == n and list(it.status.notes) == [line]
+    assert slots(it.status) == n and list(it.status.notes)[:1] == [line]
 
     monkeypatch.setattr(plan_check, "probe", lambda: with_given(Machine(), vram="24", ram="192"))
     world.set("FAKE_ONLY_IF", "--new")
@@ -270,7 +270,7 @@ def test_slots_that_became_a_number_stay_one_and_what_is_journalled_is_auto(
     it = run(**given | {"expert_slots": 90}, upstream=(*flags, "--new"))
     status = it.until_state("ready", "failed")
     assert status.state == "ready" and status.rollbacks == 1 and status.configuration == first.configuration
-    assert slots(status) == n and list(status.notes) == [line]
+    assert slots(status) == n and list(status.notes)[:1] == [line]
 
 
 def test_two_bad_configurations_end_in_an_error(world: World, run: Callable[..., Run]) -> None:
