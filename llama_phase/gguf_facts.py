@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 
 from llama_phase.gguf_header import Header, check_model, tensor_bytes
@@ -17,7 +18,7 @@ from llama_phase.gguf_header import Header, check_model, tensor_bytes
 _HOST_EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
 # what the engine copies into slots and ring
 _SLOT_WEIGHTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_exps\.weight$")
-_LAYER = re.compile(r"^blk\.(\d+)\.(.+)$")
+_LAYER = re.compile(r"^blk\.(\d{1,9})\.(.+)$")
 # read by rows before the first layer, so llama.cpp leaves them in host memory
 _INPUT = re.compile(r"^(token_embd|token_types|position_embd|per_layer_token_embd|per_layer_embd)")
 # state laid out in another way than the ssm.* keys say
@@ -172,7 +173,7 @@ def _layer(
         dense_bytes=sum(sizes.values()) - sum(host.values()),
         host_extra_bytes=sum(host.values()) - sum(slots.values()),
         expert_tensor_bytes=tuple(slots.values()),
-        n_expert=max((shapes[name][-1] for name in slots), default=0),
+        n_expert=max((prod(shapes[name][-1:]) for name in slots), default=0),
         kv_k=kv_k,
         kv_v=kv_v,
         indexer_k=indexer_k,
@@ -219,7 +220,7 @@ def _of_layer(head: Header, key: str, index: int) -> int:
     value = head.of_arch(key, 0)
     if isinstance(value, list):
         value = value[index] if index < len(value) else 0
-    return value if isinstance(value, int) else 0
+    return max(value, 0) if isinstance(value, int) else 0
 
 
 def _largest(head: Header, key: str) -> int:

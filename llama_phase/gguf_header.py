@@ -12,7 +12,9 @@ llama.cpp abort instead of reporting an error.
 from __future__ import annotations
 
 import mmap
+import os
 import re
+import stat
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -23,7 +25,9 @@ from llama_phase.errors import ModelError
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _KEEP_ELEMENTS = 4096  # longer arrays (vocabularies) are skipped: nothing here needs them
-_SANE_COUNT = 1 << 24
+_SANE_COUNT = 1 << 24  # of tensors, keys, and bytes of one text
+_MAX_DIMS = 4  # of ggml
+_MAX_LAYERS = 512  # of llama.cpp: LLAMA_MAX_LAYERS
 # ggml type: (elements per block, bytes per block), from ggml.h and ggml-common.h of the pinned source
 _BLOCKS = {
     0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 36),
@@ -32,6 +36,7 @@ _BLOCKS = {
     23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2),
     34: (256, 54), 35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18), 42: (64, 18),
 }  # fmt: skip
+_LAYER = re.compile(r"^blk\.(\d{1,9})\.")
 _SHARD_NAME = re.compile(r"^(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
 _REDOWNLOAD = "download the file again"
 _LOOKS_LIKE = (
@@ -65,9 +70,9 @@ class Header:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def number(self, key: str, default: int = 0) -> int:
-        """Integer value of `<architecture>.<key>`; `default` when it is absent or not an integer."""
+        """Integer value of `<architecture>.<key>`; `default` when it is absent, negative or not an integer."""
         value = self.of_arch(key)
-        return value if isinstance(value, int) else default
+        return value if isinstance(value, int) and value >= 0 else default
 
     @property
     def needed_bytes(self) -> int:
@@ -89,7 +94,10 @@ def tensor_bytes(dims: tuple[int, ...], kind: int) -> int | None:
 def read_header(path: Path) -> Header:
     """Parse the header of one GGUF. Raises ModelError when the file is missing, unreadable, cut off or no GGUF."""
     try:
-        with path.open("rb") as file:
+        # without waiting: a pipe that nobody writes to would never open
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ModelError(f"{path} is no regular file but a pipe or a device", fix="name a .gguf file")
             size = file.seek(0, 2)
             if size == 0:
                 raise ModelError(f"{path} is empty", fix=_REDOWNLOAD)
@@ -103,7 +111,8 @@ def read_header(path: Path) -> Header:
         fix = f"name a file in it, for example {path / inside[0]}" if inside else "name a .gguf file"
         raise ModelError(f"{path} is a folder", fix=fix) from None
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {path}: {error}", fix="check the file and its permissions") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"cannot read {path}: {reason}", fix="check the path, the file and its permissions") from None
 
 
 def _check_magic(path: Path, data: mmap.mmap) -> None:
@@ -143,6 +152,8 @@ class _Cursor:
 
     def string(self) -> str:
         length = self.take("Q")
+        if length > _SANE_COUNT:
+            raise KeyError(length)
         start = self.at
         self.skip(length)
         return self.data[start : self.at].decode("utf-8", "replace")
@@ -159,11 +170,7 @@ class _Cursor:
             for _ in range(count):
                 self.skip(self.take("Q"))
             return None
-        if item == _ARRAY:
-            for _ in range(count):
-                self.value(_ARRAY)
-            return None
-        code = _SCALARS[item]
+        code = _SCALARS[item]  # an array of arrays is none: ggml reads none either
         if count > _KEEP_ELEMENTS:
             self.skip(count * struct.calcsize("<" + code))
             return None
@@ -190,7 +197,10 @@ def _parse(path: Path, data: mmap.mmap) -> Header:
         tensors = {}
         for _ in range(n_tensors):
             name = cursor.string()
-            dims = tuple(cursor.take("Q") for _ in range(cursor.take("I")))
+            n_dims = cursor.take("I")
+            if n_dims > _MAX_DIMS:
+                raise KeyError(n_dims)
+            dims = tuple(cursor.take("Q") for _ in range(n_dims))
             tensors[name] = (dims, cursor.take("I"), cursor.take("Q"))
     except struct.error:
         raise ModelError(
@@ -233,8 +243,8 @@ def check_model(path: Path, *, draft: bool = False) -> list[Header]:
     metadata on which the engine would abort.
     """
     match = _SHARD_NAME.match(path.name)
-    paths = shard_paths(path, int(match["count"])) if match and path.exists() else [path]
-    missing = [item.name for item in paths if not item.exists()] if len(paths) > 1 else []
+    paths = shard_paths(path, int(match["count"])) if match and not _missing(path) else [path]
+    missing = [item.name for item in paths if _missing(item)] if len(paths) > 1 else []
     if missing:
         raise ModelError(
             f"{len(missing)} of {len(paths)} shards are missing in {path.parent}: {', '.join(missing)}",
@@ -252,15 +262,29 @@ def check_model(path: Path, *, draft: bool = False) -> list[Header]:
             )
     if not headers[0].architecture:
         raise ModelError(f"{path} has no general.architecture: it holds no model", fix="name a model's .gguf file")
+    layers = headers[0].number("block_count")
+    if layers > _MAX_LAYERS:
+        raise ModelError(f"{path} claims {layers} layers, and the engine takes {_MAX_LAYERS} at most", fix=_REDOWNLOAD)
     names = {name for header in headers for name in header.tensors}
     _check_contents(headers[0], names, draft)
     return headers
 
 
+def _missing(path: Path) -> bool:
+    """Whether it is not there. What cannot be looked at may be there: opening it says why not."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
+
+
 def _check_contents(header: Header, names: set[str], draft: bool) -> None:
     nextn = header.number("nextn_predict_layers")
     trunk = header.number("block_count") - nextn
-    has_trunk = any(name.startswith(f"blk.{layer}.") for name in names for layer in range(max(trunk, 0)))
+    has_trunk = any(int(match[1]) < trunk for match in map(_LAYER.match, names) if match)
     if nextn > 0 and not has_trunk:
         if not draft:
             raise ModelError(
@@ -298,7 +322,7 @@ def _check_indexer(header: Header) -> None:
     if not any(ratios if isinstance(ratios, list) else [ratios]):
         return
     heads = header.of_arch("attention.head_count", 1)
-    heads = heads[0] if isinstance(heads, list) else heads
+    heads = (heads or [1])[0] if isinstance(heads, list) else heads
     width = header.number("embedding_length") // (heads if isinstance(heads, int) and heads else 1)
     rope = header.number("rope.dimension_count", header.number("attention.key_length", width))
     key_length = header.number("attention.indexer.key_length")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,15 @@ from pathlib import Path
 import pytest
 from sparse_gguf import F16, F32, Q4_0, Q8_0, write_flash_next, write_sparse
 
-from llama_phase.errors import ModelError
+from llama_phase.errors import LlamaPhaseError, ModelError
 from llama_phase.gguf_facts import ModelFacts, read_facts
 from llama_phase.gguf_header import tensor_bytes
+from llama_phase.hardware import Gpu, Machine
+from llama_phase.plan import make_plan
+from llama_phase.plan_choices import Choices
+from llama_phase.plan_report import Report
+from llama_phase.plan_text import lines
+from llama_phase.settings import Settings
 
 
 def all_bytes(facts: ModelFacts) -> int:
@@ -119,3 +126,24 @@ def test_a_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "flash-00002-of-00003.gguf").unlink()
     with pytest.raises(ModelError, match="flash-00002-of-00003"):
         read_facts(path)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1, 2**31, 2**63])
+@pytest.mark.parametrize(
+    "key",
+    ["context_length", "embedding_length", "attention.head_count", "attention.head_count_kv", "attention.key_length",
+     "attention.indexer.key_length", "expert_count", "expert_used_count", "nextn_predict_layers"],
+)  # fmt: skip
+def test_no_number_of_a_header_ends_a_plan_in_a_traceback(tmp_path: Path, key: str, value: int) -> None:
+    number = struct.pack("<IQ", 10, value) if value >= 0 else struct.pack("<Iq", 11, value)
+    names = ("token_embd.weight", "blk.0.attn_k.weight", "blk.0.ffn_up_exps.weight")
+    tensors = {name: ((64, 32), F32) for name in names} | {"blk.0.ffn_down_exps.weight": ((), F32)}
+    metadata = {"test.context_length": 4096, "test.expert_count": 32, f"test.{key}": number}
+    try:
+        facts = small(tmp_path, metadata, tensors)
+        choices = Choices.of(Settings.load(model=tmp_path / "m.gguf"), facts)
+    except LlamaPhaseError as error:  # no context, or an MTP block alone
+        assert error.fix
+        return
+    machine = Machine(gpus=(Gpu(0, "", vram_free_bytes=8 << 30),))
+    assert lines(Report(facts, machine, make_plan(facts, machine, choices)))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import socket
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from fake_gguf import TRUNK, write_gguf
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from sparse_gguf import write_sparse
 
 from llama_phase.errors import ModelError
 from llama_phase.gguf_header import check_model, read_header
@@ -94,6 +98,58 @@ def test_damaged_bytes_never_end_in_a_traceback(tmp_path: Path, position: int, j
         check_model(path)
     except ModelError as error:
         assert str(path) in str(error)
+
+
+def number(value: int) -> bytes:
+    """A metadata value of 64 bits."""
+    return struct.pack("<IQ", 10, value) if value >= 0 else struct.pack("<Iq", 11, value)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: _socket(path)])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    path = tmp_path / "m.gguf"
+    kept = make(path)
+    assert str(path) in str(refusal(path))
+    del kept
+
+
+def _socket(path: Path) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(path))
+    return listening
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("count", [513, 2**32 - 1, 2**63])
+def test_no_work_is_done_for_layers_that_cannot_be(tmp_path: Path, count: int) -> None:
+    path = write_sparse(tmp_path / "m.gguf", {"general.architecture": "x", "x.block_count": number(count)}, {})
+    assert str(count) in str(refusal(path))
+
+
+def test_a_header_deeper_or_wider_than_ggml_reads_is_damaged(tmp_path: Path) -> None:
+    arrays = struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000
+    text = struct.pack("<IQ", 8, 1 << 40)
+    for value in (arrays, text):
+        path = write_sparse(tmp_path / "m.gguf", {"general.architecture": "x", "x.y": value}, {})
+        assert "damaged" in str(refusal(path))
+    path = write_sparse(tmp_path / "m.gguf", {"general.architecture": "x"}, {"blk.0.x": ((1,) * 5, 0)})
+    assert "damaged" in str(refusal(path))
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model-00001-of-00002.gguf"])
+def test_a_path_that_cannot_be_looked_at_is_said(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "name too long" in str(refusal(tmp_path / ("x" * 300 + name))).lower()
+    assert "null" in str(refusal(tmp_path / f"a\0{name}"))
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    for function in ("stat", "open"):  # root may search every folder
+        monkeypatch.setattr(os, function, denied)
+    error = refusal(tmp_path / name)
+    monkeypatch.undo()
+    assert "ermission denied" in str(error) and name in str(error)
 
 
 def shards(folder: Path, count: int) -> list[Path]:
