@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import wraps
 from itertools import zip_longest
@@ -79,7 +80,7 @@ def with_values(words: list[str]) -> list[str]:
     out: list[str] = []
     for word, after in zip_longest(words[:end], words[1:end], fillvalue=""):
         out.append(word)
-        if word == "--mtp" and (not after or after.startswith("-") or after.endswith(".gguf") or Path(after).is_file()):
+        if word == "--mtp" and (not after or after.startswith("-") or after.endswith(".gguf") or os.path.isfile(after)):
             out.append("auto")
     return out + words[end:]
 

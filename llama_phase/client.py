@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from llama_phase.async_bridge import iterate_in_thread
-from llama_phase.errors import LlamaPhaseError
+from llama_phase.errors import LlamaPhaseError, UsageError
 from llama_phase.generation import Chunk as Chunk  # part of this module's interface
 from llama_phase.generation import Completion as Completion
 from llama_phase.generation import Progress, Prompt, Request, collect
@@ -30,21 +30,26 @@ class RequestFailed(LlamaPhaseError):
 
 class Client:
     """Talks to the server at `base_url`. Answers are waited for without limit unless a timeout in seconds is given:
-    a healthy long prompt must not be cut off."""
+    a healthy long prompt must not be cut off. Raises UsageError for a URL or key that is none."""
 
     def __init__(self, base_url: str, *, api_key: str | None = None, transport: httpx.BaseTransport | None = None):
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # certificates of a loopback server are its owner's own; plain http needs no certificate store loaded
         # the server closes an idle connection after 5 s; one that is taken again must be younger
-        self._http = httpx.Client(
-            base_url=base_url,
-            headers=headers,
-            verify=False,
-            trust_env=False,
-            timeout=None,
-            transport=transport,
-            limits=httpx.Limits(keepalive_expiry=2),
-        )
+        try:
+            self._http = httpx.Client(
+                base_url=base_url,
+                headers=headers,
+                verify=False,
+                trust_env=False,
+                timeout=None,
+                transport=transport,
+                limits=httpx.Limits(keepalive_expiry=2),
+            )
+        except httpx.InvalidURL:
+            raise UsageError(f"{base_url!r} is no URL", fix="give one like http://127.0.0.1:8080") from None
+        except UnicodeError:
+            raise UsageError("the API key has characters that no header can hold", fix="use plain ASCII") from None
 
     def __enter__(self) -> Client:
         return self

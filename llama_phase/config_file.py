@@ -7,7 +7,7 @@ same; an empty one is unset. A path in a file is relative to the folder of that 
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import os
 import stat
 import sys
@@ -15,13 +15,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llama_phase.env import PREFIX, registry
+from llama_phase.env import PREFIX, nearest, registry
 from llama_phase.errors import UsageError
 from llama_phase.upstream_flags import split_upstream
 
 FILE_NAME = "llama-phase.toml"
 CONFIG_VARIABLE = PREFIX + "CONFIG"
 NO_FILE = "off"
+_READ_NONE = f"{CONFIG_VARIABLE}={NO_FILE}"
 PATHS = ("model", "server_binary", "state_dir")
 
 
@@ -43,16 +44,36 @@ def config_files(
     if named == NO_FILE:
         return []
     if named:
-        path = Path(named).expanduser()
-        if not path.is_file():
+        path = expanded(Path(named), CONFIG_VARIABLE)
+        if not _is_file(path):
             raise UsageError(f"{CONFIG_VARIABLE} names no file: {path}", fix="correct it, unset it, or say `off`")
         return [path.absolute()]
     if user is None:
         from platformdirs import user_config_path
 
         user = user_config_path("llama-phase", appauthor=False)
-    folders = [Path.cwd() if project is None else project, user]
-    return [path for path in dict.fromkeys(folder / FILE_NAME for folder in folders) if path.is_file()]
+    if project is None:
+        with contextlib.suppress(FileNotFoundError):  # the current folder was deleted
+            project = Path.cwd()
+    folders = [folder for folder in (project, user) if folder is not None]
+    return [path for path in dict.fromkeys(folder / FILE_NAME for folder in folders) if _is_file(path)]
+
+
+def expanded(path: Path, named: str) -> Path:
+    """`path` with the home folder in place of `~`. Raises UsageError, which says where it is `named`."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise UsageError(
+            f"{named}: there is no home folder {path.parts[0]}", fix="give the whole path, from / on"
+        ) from None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", fix=f"allow it, or set {_READ_NONE}") from None
 
 
 def read_files(paths: Iterable[Path], fields: Iterable[str]) -> dict[str, Value]:
@@ -64,7 +85,14 @@ def read_files(paths: Iterable[Path], fields: Iterable[str]) -> dict[str, Value]
     found: dict[str, Value] = {}
     known = {*fields, *(v.field for v in registry().values() if v.scope == "engine")}
     for path in paths:
-        for name, value in _read(path, known).items():
+        try:
+            values = _read(path, known)
+        except UsageError as error:
+            if _READ_NONE in error.fix:
+                raise
+            # `down` and `status` must remain possible
+            raise UsageError(str(error), fix=f"{error.fix}; to read no file: {_READ_NONE}") from None
+        for name, value in values.items():
             found.setdefault(name, value)
     return found
 
@@ -75,7 +103,7 @@ def _read(path: Path, known: set[str]) -> dict[str, Value]:
     flags: tuple[str, ...] = ()
     for name, raw in _parse(path).items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            near = nearest(name, known)
             what = "table" if isinstance(raw, dict) else "setting"
             raise UsageError(f"{path}: there is no {what} `{name}`", fix=f"the nearest setting is `{near}`")
         if name == "upstream":
@@ -89,7 +117,7 @@ def _read(path: Path, known: set[str]) -> dict[str, Value]:
             variable.check(text, shown=f"{path}: `{name}`")
         if variable is not None and variable.secret:
             _refuse_if_shared(path, name)
-        values[name] = Value(path.parent / Path(text).expanduser() if name in PATHS else text, source)
+        values[name] = Value(path.parent / expanded(Path(text), f"{path}: `{name}`") if name in PATHS else text, source)
     theirs, rest = split_upstream(flags)
     for name, (flag, text) in theirs.items():
         if name in values and str(values[name].value) != text:
@@ -111,10 +139,14 @@ def _parse(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
-        raise UsageError(f"cannot read {path}: {reason}", fix=f"allow it, or set {CONFIG_VARIABLE}=off") from None
+        raise UsageError(f"cannot read {path}: {reason}", fix=f"allow it, or set {_READ_NONE}") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(
             f"{path} is not TOML: {error}", fix='lines look like `port = 8080` and `log = "info"`'
+        ) from None
+    except (ValueError, RecursionError):
+        raise UsageError(
+            f"{path} holds a number too long, or lists too deep, to be read", fix="write numbers and texts as they are"
         ) from None
 
 
@@ -123,9 +155,10 @@ def _text(path: Path, name: str, raw: Any) -> str:
     if isinstance(raw, bool):
         return "on" if raw else "off"
     if isinstance(raw, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in raw):
-        return ",".join(str(item) for item in raw)
+        return ",".join(_text(path, name, item) for item in raw)
     if isinstance(raw, (str, int, float)):
-        return str(raw)
+        with contextlib.suppress(ValueError):  # of thousands of digits
+            return str(raw)
     raise UsageError(f"{path}: `{name}` is no text, number, or list of numbers", fix=f"write `{name} = VALUE`")
 
 

@@ -12,6 +12,7 @@ from llama_phase.generation import check_keywords
 from llama_phase.settings import Settings
 
 SIZES = ("ctx", "batch", "ubatch")
+COUNTS = ("gpu_layers", "threads", "threads_batch")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def load_settings(model: Path, settings: Settings | None, keywords: dict[str, An
     check_keywords(keywords, [*options, *of_settings])
     sizes = {name: value for name, value in keywords.items() if name in of_settings}
     if settings is None:
-        settings = Settings.load(model=model, **sizes)
+        settings = Settings.load(model=model, upstream_variables=False, **sizes)
     elif sizes:
         raise TypeError(f"either settings or {', '.join(sizes)}, not both")
     if settings.upstream:
@@ -46,4 +47,9 @@ def load_settings(model: Path, settings: Settings | None, keywords: dict[str, An
             f"Engine does not take llama-server's flags ({settings.upstream[0]})",
             fix=f"give keywords instead: {', '.join(options)}",
         )
-    return EngineOptions(**{name: value for name, value in keywords.items() if name in options}), settings
+    chosen = {name: value for name, value in keywords.items() if name in options}
+    for name in COUNTS:
+        value = chosen.get(name)
+        if value is not None and not (isinstance(value, int) and -(2**31) <= value < 2**31):
+            raise UsageError(f"{name} is no number the engine can take: {value!r}", fix="give a smaller whole number")
+    return EngineOptions(**chosen), settings

@@ -41,6 +41,10 @@ PRESENCE_MEANS_ON = frozenset(
     GGML_VK_SYNC_LOGGER
     """.split()  # noqa: SIM905
 )
+# Flags of `serve` that are named otherwise than the setting they give.
+FLAG_NAMES = {"slots": "expert_slots", "grace": "grace_s"}
+SHOWN_CHARS = 80  # of a value that is refused
+_INT_DIGITS = 20  # more than any number here has
 # Of the service manager to its service, which is the supervisor.
 SERVICE_VARIABLES = frozenset({"NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC"})
 UPSTREAM_PREFIXES = ("LLAMA_", "GGML_")
@@ -94,12 +98,18 @@ class Variable:
         else:
             good = self._in_range(text) or (self.kind == "int_or_auto" and text == "auto")
         if not good:
-            value = "a value" if self.secret else repr(text)
+            value = (
+                "a value"
+                if self.secret
+                else repr(text)
+                if len(text) <= SHOWN_CHARS
+                else repr(text[:SHOWN_CHARS]) + "..."
+            )
             where = shown or self.name
             raise UsageError(f"{where} does not accept {value}", fix=f"set it to {self.accepted}, or unset it")
 
     def _in_range(self, text: str) -> bool:
-        return text.isascii() and text.isdigit() and self.min <= int(text) <= self.max
+        return text.isascii() and text.isdigit() and len(text) <= _INT_DIGITS and self.min <= int(text) <= self.max
 
 
 @lru_cache(maxsize=1)
@@ -130,6 +140,14 @@ def parse_bool(text: str) -> bool | None:
     raise ValueError(f"{text!r} is none of 0/1, on/off, true/false")
 
 
+def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """The name of `known` that `name` probably means: a flag's setting, else the one spelt most like it."""
+    known = list(known)
+    meant = FLAG_NAMES.get(name.removeprefix(prefix).lower(), "")
+    meant = prefix + (meant.upper() if prefix else meant)
+    return meant if meant in known else difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+
+
 def scan(base: Mapping[str, str] | None = None) -> None:
     """Raise UsageError for the first unknown or malformed LLAMA_PHASE_* variable of `base` (default: this process)."""
     base = os.environ if base is None else base
@@ -138,7 +156,7 @@ def scan(base: Mapping[str, str] | None = None) -> None:
             continue
         variable = registry().get(name)
         if variable is None:
-            near = difflib.get_close_matches(name.upper(), registry(), n=1, cutoff=0.0)[0]
+            near = nearest(name.upper(), registry(), prefix=PREFIX)
             raise UsageError(
                 f"{name} is not a variable of llama-phase",
                 fix=f"the nearest is {near} ({registry()[near].accepted}); `llama-phase env` lists all",
@@ -165,10 +183,11 @@ def child_environment(settings: Settings, base: Mapping[str, str] | None = None)
 def left_out(name: str, value: str) -> str:
     """Why a variable of ours is not handed on to the server; empty when it is."""
     from llama_phase.settings import UPSTREAM_ENVIRONMENT
+    from llama_phase.upstream_flags import FLAG_ENVIRONMENT
 
     if name.upper().startswith(PREFIX):
         return "read by llama-phase, handed on only where it is the engine's and not the default"
-    if name in UPSTREAM_ENVIRONMENT.values():
+    if name in UPSTREAM_ENVIRONMENT.values() or name in FLAG_ENVIRONMENT:
         return "handed on as a flag"
     if name in SERVICE_VARIABLES:
         return "meant for the supervisor"
@@ -201,7 +220,7 @@ def describe(base: Mapping[str, str] | None = None, files: Iterable[Path] = ()) 
     `value` is what `llama-phase serve` would use with these configuration files; secrets are shown as `(set)`.
     """
     from llama_phase.config_file import read_files
-    from llama_phase.settings import Settings
+    from llama_phase.settings import UPSTREAM_ENVIRONMENT, Settings
 
     base = os.environ if base is None else base
     in_files = read_files(files, Settings.model_fields)
@@ -210,6 +229,8 @@ def describe(base: Mapping[str, str] | None = None, files: Iterable[Path] = ()) 
         text = base.get(variable.name, "")
         if text:
             value, source = text, "environment"
+        elif base.get(upstream := UPSTREAM_ENVIRONMENT.get(variable.field, "")):
+            value, source = base[upstream], f"environment {upstream}"
         elif variable.field in in_files:
             value, source = str(in_files[variable.field].value), in_files[variable.field].source
         else:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+from llama_phase.env import nearest
 
 Prompt = str | Sequence[int]
 
@@ -70,10 +72,11 @@ class Request:
 
     @classmethod
     def of(cls, n_predict: int, keywords: dict[str, Any]) -> Request:
-        """Raises TypeError for an unknown keyword, with the nearest name."""
+        """Raises TypeError for an unknown keyword, with the nearest name, and for a value of the wrong type."""
         check_keywords(keywords, [f.name for f in fields(cls)])
         stop = keywords.get("stop", ())
-        return cls(n_predict=n_predict, **keywords | {"stop": (stop,) if isinstance(stop, str) else tuple(stop)})
+        given = keywords | {"n_predict": n_predict, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
+        return cls(**{name: _typed(name, value) for name, value in given.items()})
 
     def body(self, prompt: Prompt) -> dict[str, Any]:
         """As llama-server's /completion wants it."""
@@ -83,12 +86,31 @@ class Request:
         return {name: value for name, value in body.items() if value is not None}
 
 
+_WHOLE = ("n_predict", "top_k", "seed")
+_REAL = ("temperature", "top_p", "min_p")
+
+
+def _typed(name: str, value: Any) -> Any:
+    """A value of Request: numbers of other libraries are made Python's, texts are no numbers."""
+    try:
+        if name in _WHOLE and not (name == "seed" and value is None):
+            return operator.index(value)
+        if name in _REAL:
+            return value.__float__()
+    except (TypeError, AttributeError):
+        kind = "whole number" if name in _WHOLE else "number"
+        raise TypeError(f"{name} is no {kind}: {value!r}") from None
+    if name == "stop" and not all(isinstance(word, str) for word in value):
+        raise TypeError(f"stop is no text and no list of texts: {value!r}")
+    return value
+
+
 def check_keywords(given: Iterable[str], known: Iterable[str]) -> None:
     """Raise TypeError for the first name that is not known, with the nearest one that is."""
     known = list(known)
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            near = nearest(name, known)
             raise TypeError(f"there is no keyword {name!r}; the nearest is {near!r}")
 
 

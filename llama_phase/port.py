@@ -18,35 +18,41 @@ def check_port(hosts: Iterable[str], port: int) -> None:
     Binds as llama-server does, with SO_REUSEADDR: connections in TIME_WAIT do not make a port busy.
     """
     for host in hosts:
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        except (socket.gaierror, UnicodeError):
-            raise UsageError(f"{host!r} is no address of this machine", fix="use --host 127.0.0.1") from None
-        family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-                probe.listen(1)
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    raise port_busy(host, port) from None
-                raise UsageError(
-                    f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}",
-                    fix="choose another --host or --port",
-                ) from None
+        _bind(host, port)
 
 
 def free_port(host: str) -> int:
-    """A port that is free on `host` now. Somebody may take it before the server does: that ends in PortBusy."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+    """A port that is free on `host` now. Somebody may take it before the server does: that ends in PortBusy.
+
+    Raises UsageError when nothing can listen there.
+    """
+    return _bind(host, 0)
 
 
-def port_busy(host: str, port: int) -> PortBusy:
-    """The error for a taken port, with the holder's pid and command when this user may see it."""
+def _bind(host: str, port: int) -> int:
+    """Listen for a moment; the port, a free one for 0."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        raise UsageError(f"{host!r} is no address of this machine", fix="use --host 127.0.0.1") from None
+    family, kind, protocol, _, address = found[0]
+    try:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+            return probe.getsockname()[1]
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise port_busy(host, port, flag="--port N (0: any free one)") from None
+        raise UsageError(
+            f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}",
+            fix="choose another --host or --port",
+        ) from None
+
+
+def port_busy(host: str, port: int, *, flag: str = "") -> PortBusy:
+    """The error for a taken port, with the holder's pid and command when this user may see it. `flag` chooses it."""
     try:
         connections = psutil.net_connections(kind="tcp")
     except (psutil.Error, OSError):
@@ -55,7 +61,7 @@ def port_busy(host: str, port: int) -> PortBusy:
     holders = ", ".join(f"pid {pid} ({_command(pid)})" for pid in sorted(pids)) or "a process of another user"
     return PortBusy(
         f"port {port} on {host} is taken by {holders}",
-        fix="stop it, or choose another port: --port N (0: any free one)",
+        fix="stop it, or choose another port" + (f": {flag}" if flag else ""),
     )
 
 

@@ -23,6 +23,7 @@ import psutil
 from llama_phase import exit_meaning, running_servers, server_log
 from llama_phase.child_process import spawn
 from llama_phase.client import Client
+from llama_phase.config_file import expanded
 from llama_phase.env import child_environment
 from llama_phase.errors import LlamaPhaseError, MissingPrerequisite, ServerStartError, UsageError
 from llama_phase.gguf_header import check_model
@@ -45,10 +46,11 @@ def find_binary(settings: Settings) -> Path:
     Raises UsageError when the given one is not there, MissingPrerequisite when nothing is built.
     """
     if settings.server_binary is not None:
-        path = settings.server_binary.expanduser()
-        if not path.is_file() or not os.access(path, os.X_OK):
+        source = settings.source("server_binary")
+        path = expanded(settings.server_binary, f"server_binary ({source})")
+        if not os.path.isfile(path) or not os.access(path, os.X_OK):
             raise UsageError(
-                f"server_binary ({settings.source('server_binary')}) is no program: {path}",
+                f"server_binary ({source}) is no program that you may run: {path}",
                 fix="correct LLAMA_PHASE_SERVER_BINARY, or unset it to use the built engine",
             )
         return path.absolute()
@@ -175,7 +177,7 @@ class Server:
     def explain(self, returncode: int, lines: list[str], *, was_ready: bool) -> LlamaPhaseError:
         """The error for an end by itself."""
         if not was_ready and exit_meaning.bind_failed(lines):
-            return port_busy(self.settings.tcp_hosts[0], self.settings.port)
+            return port_busy(self.settings.tcp_hosts[0], self.settings.port, flag="--port N (0: any free one)")
         return exit_meaning.explain_exit(returncode, lines, was_ready=was_ready, log=str(self.log_path))
 
     def stop(self, *, hurry: Callable[[], bool] = lambda: False) -> None:
@@ -230,7 +232,12 @@ class Server:
         """
         if self._process is None or self.returncode is not None:
             return self.returncode
-        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        try:
+            ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            # SIGCHLD is ignored: the kernel keeps neither zombie nor status, and the pid may be somebody else's now
+            self.returncode = self._process.wait()
+            return self.returncode
         if ended is None:
             return None
         self._signal(signal.SIGKILL)

@@ -7,20 +7,29 @@ order. Flags of llama-server in a file that are no settings come before those af
 
 from __future__ import annotations
 
-import difflib
+import ipaddress
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from llama_phase.config_file import read_files
-from llama_phase.env import PREFIX, scan
+from llama_phase.config_file import PATHS, expanded, read_files
+from llama_phase.env import FLAG_NAMES, PREFIX, nearest, registry, scan
 from llama_phase.errors import UsageError
 from llama_phase.plan_ubatch import UBATCHES
-from llama_phase.upstream_flags import API_KEY_FILE, API_PREFIX, SLOT_SAVE_PATH, SSL_CERT, flag_value, split_upstream
+from llama_phase.upstream_flags import (
+    API_KEY_FILE,
+    API_PREFIX,
+    FLAG_ENVIRONMENT,
+    SLOT_SAVE_PATH,
+    SSL_CERT,
+    flag_value,
+    split_upstream,
+)
 
 # Variables of llama-server that mean the same as a setting of ours. They are read here and kept from the child, to
 # which the setting goes as a flag.
@@ -34,10 +43,18 @@ UPSTREAM_ENVIRONMENT = {
     "api_key": "LLAMA_API_KEY",
 }
 UPSTREAM_BATCH = 2048  # llama-server's own default of -b, in tokens
+_INT_MAX = 2**31 - 1
+_FLAG_OF = {setting: flag for flag, setting in FLAG_NAMES.items()}
 
 
 def _off_is_zero(value: Any) -> Any:
     return 0 if value == "off" else value
+
+
+def _plain_hosts(text: str) -> str:
+    """Each address once, an IPv6 one without the brackets of a URL: llama-server wants it so."""
+    hosts = [host.strip() for host in text.split(",")]
+    return ",".join(dict.fromkeys(host[1:-1] if host[:1] + host[-1:] == "[]" else host for host in hosts if host))
 
 
 class Settings(BaseSettings):
@@ -48,11 +65,11 @@ class Settings(BaseSettings):
     )
 
     model: Path
-    host: str = "127.0.0.1"
+    host: Annotated[str, AfterValidator(_plain_hosts)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
-    ctx: Annotated[int, Field(ge=0)] | None = None
-    ubatch: Annotated[int, Field(ge=1)] = 512
-    batch: Annotated[int, Field(ge=1)] | None = None
+    ctx: Annotated[int, Field(ge=0, le=_INT_MAX)] | None = None
+    ubatch: Annotated[int, Field(ge=1, le=65536)] = 512
+    batch: Annotated[int, Field(ge=1, le=_INT_MAX)] | None = None
     prefill_mode: Literal["off", "transaction", "bypass"] = "transaction"
     prefill_ubatch: Literal["auto"] | Annotated[int, Field(ge=1, le=65536)] = 2048
     prefill_min_tokens: Literal["auto"] | Annotated[int, Field(ge=1, le=2**30)] = "auto"
@@ -99,11 +116,13 @@ class Settings(BaseSettings):
         upstream: tuple[str, ...] | list[str] = (),
         files: Iterable[Path] = (),
         model_needed: bool = True,
+        upstream_variables: bool = True,
         **flags: Any,
     ) -> Settings:
         """Merge flags (None: not given), upstream's flags, environment, files (strongest first) and defaults.
 
-        Without `model_needed` a model that nobody names is an empty path.
+        Without `model_needed` a model that nobody names is an empty path; without `upstream_variables` those of
+        FLAG_ENVIRONMENT, which are a server's, make no flags.
 
         Raises UsageError for an unknown keyword or variable (with the nearest name), an invalid value, a value given
         twice, and a logical batch smaller than the prefill micro-batch.
@@ -112,7 +131,7 @@ class Settings(BaseSettings):
         given = {name: value for name, value in flags.items() if value is not None}
         for name in given:
             if name not in cls.model_fields:
-                near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=0.0)[0]
+                near = nearest(name, cls.model_fields)
                 raise UsageError(f"there is no setting `{name}`", fix=f"the nearest is `{near}`")
         sources = dict.fromkeys(given, "flag")
         theirs, rest = split_upstream(tuple(upstream))
@@ -132,6 +151,10 @@ class Settings(BaseSettings):
             rest = (*words, *rest)
         elif rest:
             sources["upstream"] = "upstream flags"
+        for variable, names in FLAG_ENVIRONMENT.items() if upstream_variables else ():
+            if os.environ.get(variable) and flag_value(rest, names) is None:
+                rest = (names[0], os.environ[variable], *rest)
+                sources["upstream"] = ", then ".join(filter(None, [f"environment {variable}", sources.get("upstream")]))
         for name in cls.model_fields:
             if name in given:
                 continue
@@ -149,10 +172,17 @@ class Settings(BaseSettings):
             settings = cls(upstream=rest, **given)
         except ValidationError as error:
             raise _usage_error(error, sources) from None
+        at_home = {name: path for name in PATHS if str(path := getattr(settings, name)).startswith("~")}
+        if at_home:
+            paths = {name: expanded(path, f"{name} ({sources.get(name)})") for name, path in at_home.items()}
+            settings = settings.model_copy(update=paths)
         settings._sources.update(sources)
         settings._others.update((k, str(v.value)) for k, v in in_files.items() if k not in cls.model_fields)
         settings._check_batches()
         settings._check_hosts()
+        settings._check_ports()
+        if settings.api_key is not None:
+            _check_api_key(settings.probe_key or "", f"api_key ({settings.source('api_key')})")
         return settings
 
     def source(self, name: str) -> str:
@@ -178,6 +208,20 @@ class Settings(BaseSettings):
             raise UsageError(
                 f"host {self.host!r} names no TCP address, which the supervisor needs to watch its server",
                 fix="add one, for example --host 127.0.0.1",
+            )
+        for host in self.tcp_hosts:
+            if not (re.fullmatch(r"[A-Za-z0-9._-]+", host) or _is_ipv6(host)):
+                raise UsageError(
+                    f"host {host!r} ({self.source('host')}) is neither a name nor an address",
+                    fix="write 127.0.0.1, ::1 or localhost; several are separated by commas",
+                )
+
+    def _check_ports(self) -> None:
+        if self.metrics_port and self.metrics_port == self.port:
+            raise UsageError(
+                f"port {self.port} is meant for the server ({self.source('port')}) and for the metrics "
+                f"({self.source('metrics_port')})",
+                fix="choose another --metrics-port, or --port",
             )
 
     @property
@@ -218,7 +262,7 @@ class Settings(BaseSettings):
     def state_path(self) -> Path:
         """Folder for logs and the record of running servers."""
         if self.state_dir is not None:
-            return self.state_dir.expanduser()
+            return expanded(self.state_dir, f"state_dir ({self.source('state_dir')})")
         from platformdirs import user_state_path
 
         return user_state_path("llama-phase", appauthor=False)
@@ -239,8 +283,24 @@ def read_api_key(path: Path) -> str:
         raise UsageError(f"cannot read the API key file {path}: {reason}", fix="give a file you may read") from None
     for line in lines:
         if line and not line.startswith("#"):
-            return line
+            return _check_api_key(line, f"the API key file {path}")
     raise UsageError(f"the API key file {path} holds no key", fix="write one key per line into it")
+
+
+def _check_api_key(key: str, where: str) -> str:
+    """The key. Raises UsageError, without it, for one that no header can hold."""
+    if not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise UsageError(
+            f"{where} has a key that no request can carry", fix="use letters, digits and signs of ASCII, without spaces"
+        )
+    return key
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
 
 
 def argv(settings: Settings) -> list[str]:
@@ -267,5 +327,11 @@ def _usage_error(error: ValidationError, sources: dict[str, str]) -> UsageError:
     if first["type"] == "missing":
         return UsageError(f"{name} is not given", fix=f"name it on the command line, or set {PREFIX}{name.upper()}")
     where = sources.get(name, "default")
+    if where == "flag":
+        where = f"flag --{_FLAG_OF.get(name, name).replace('_', '-')}"
+    variable = registry().get(PREFIX + name.upper())
+    if variable is not None and variable.kind != "text":
+        # of several types pydantic names the first only
+        return UsageError(f"{name} ({where}) is wrong", fix=f"give {variable.accepted}")
     wanted = first["msg"][:1].lower() + first["msg"][1:]
     return UsageError(f"{name} ({where}) is wrong: {wanted}", fix="`llama-phase env` says what is accepted")

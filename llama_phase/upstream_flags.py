@@ -17,6 +17,13 @@ API_PREFIX = ("--api-prefix",)
 SLOT_SAVE_PATH = ("--slot-save-path",)
 SSL_CERT = ("--ssl-cert-file",)
 SSL_KEY = ("--ssl-key-file",)
+# Flags of its server that llama-phase reads, by the variable that llama-server takes for the flag.
+FLAG_ENVIRONMENT = {
+    "LLAMA_ARG_API_KEY_FILE": API_KEY_FILE,
+    "LLAMA_ARG_API_PREFIX": API_PREFIX,
+    "LLAMA_ARG_SSL_CERT_FILE": SSL_CERT,
+    "LLAMA_ARG_SSL_KEY_FILE": SSL_KEY,
+}
 CPU_MOE = ("-cmoe", "--cpu-moe")
 N_CPU_MOE = ("-ncmoe", "--n-cpu-moe")
 NGL = ("-ngl", "--gpu-layers", "--n-gpu-layers")

@@ -7,12 +7,14 @@ import os
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llama_phase import environment
 from llama_phase.async_bridge import iterate_in_thread
+from llama_phase.engine_settings import load_settings
 from llama_phase.errors import UsageError
 from llama_phase.generation import Request
 from llama_phase.phase_facts import PhaseStats
@@ -85,6 +87,23 @@ def test_unknown_keywords_name_the_nearest() -> None:
     assert Request.of(5, {"stop": "x"}).stop == ("x",)
     with pytest.raises(TypeError, match=r"'temprature'.*'temperature'"):
         Request.of(5, {"temprature": 1.0})
+
+
+@pytest.mark.parametrize("name", ["n_predict", "top_k", "seed", "temperature", "top_p", "min_p", "stop"])
+def test_a_text_is_no_number_and_a_number_is_no_text(name: str) -> None:
+    wrong = [4] if name == "stop" else "4"
+    with pytest.raises(TypeError, match=name):
+        Request.of(*((wrong, {}) if name == "n_predict" else (4, {name: wrong})))
+    assert Request.of(np.int64(5), {"temperature": 1, "seed": None}).n_predict == 5
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"ctx": 10**12}, {"batch": 2**31}, {"gpu_layers": 10**12}, {"threads": "4"}, {"threads_batch": 2**31}]
+)
+def test_a_number_the_engine_cannot_take_is_refused_by_name(keywords: dict) -> None:
+    with pytest.raises(UsageError, match=next(iter(keywords))) as caught:
+        load_settings(Path("m.gguf"), None, keywords)
+    assert caught.value.fix
 
 
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines are busy at times

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -118,12 +119,17 @@ def test_flags_of_the_server_in_a_file(tmp_path: Path) -> None:
         ('upstream = "-ngl 99"\n', "`upstream` list"),
         ("budget_mib = [1, true]\n", "`budget_mib`"),
         ("sdist = 'x'\n", "`sdist`"),
+        pytest.param(f"port = {'9' * 5000}\n", "number", id="long number"),
+        pytest.param(f"port = 0x{'f' * 5000}\n", "`port`", id="long hexadecimal number"),
+        pytest.param(f"budget_mib = [0x{'f' * 5000}]\n", "`budget_mib`", id="long number in a list"),
+        pytest.param(f"port = {'[' * 5000}\n", "deep", id="deep list"),
+        pytest.param(f"port = '{'9' * 5000}'\n", "`port` 0 to 65535", id="long text"),
     ],
 )
 def test_l9_what_is_wrong_is_refused_with_file_key_and_what_is_right(tmp_path: Path, text: str, words: str) -> None:
     file = write(tmp_path, text)
     said = refusal(file)
-    assert str(file) in said
+    assert str(file) in said and "LLAMA_PHASE_CONFIG=off" in said and len(said) < 500
     for word in words.split(" "):
         assert word in said, (word, said)
 
@@ -133,6 +139,28 @@ def test_a_file_that_cannot_be_read_is_an_error_and_not_skipped(tmp_path: Path) 
     file.write_bytes(b"\xff\xfe")
     assert str(file) in refusal(file)
     assert "off" in refusal(tmp_path)
+
+
+def test_a_folder_that_may_not_be_searched_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", denied)  # root may search every folder
+        with pytest.raises(UsageError, match=f"{tmp_path}.*Permission denied"):
+            config_files({}, project=tmp_path, user=tmp_path)
+    for named in (str(tmp_path / ("x" * 300)), "~nouser/x"):
+        with pytest.raises(UsageError):
+            config_files({"LLAMA_PHASE_CONFIG": named})
+
+
+def test_a_current_folder_that_is_gone_has_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    user = write(tmp_path, "port = 1\n")
+    assert config_files({}, user=user.parent) == [user]
 
 
 def test_an_api_key_that_others_may_read_is_refused(tmp_path: Path) -> None:

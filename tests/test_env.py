@@ -13,7 +13,7 @@ import pytest
 
 from llama_phase.env import PRESENCE_MEANS_ON, child_environment, describe, parse_bool, registry, scan
 from llama_phase.errors import UsageError
-from llama_phase.settings import Settings
+from llama_phase.settings import UPSTREAM_ENVIRONMENT, Settings
 
 ROOT = Path(__file__).parent.parent
 
@@ -144,6 +144,13 @@ def test_one_boolean_dialect() -> None:
     for text in ("yes", "2", "enabled"):
         with pytest.raises(ValueError):
             parse_bool(text)
+
+
+def test_rows_say_what_serve_takes_from_variables_of_the_server() -> None:
+    for name, variable in UPSTREAM_ENVIRONMENT.items():
+        rows = {row["name"]: row for row in describe({variable: "42182"})}
+        row = rows[f"LLAMA_PHASE_{name.upper()}"]
+        assert (row["value"], row["source"]) == ("(set)" if name == "api_key" else "42182", f"environment {variable}")
 
 
 def test_rows_for_people_name_source_and_hide_secrets() -> None:

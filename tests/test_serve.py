@@ -26,7 +26,7 @@ from llama_phase.errors import EngineUnusable, PortBusy, ServerCrash, ServerStar
 from llama_phase.exit_meaning import explain_exit, name_status
 from llama_phase.foreground import Timings, describe_phase
 from llama_phase.lifecycle_terms import State
-from llama_phase.port import check_port, free_port
+from llama_phase.port import check_port, free_port, port_busy
 from llama_phase.server import Server
 from llama_phase.server_log import LogTail, open_log, relevant_lines
 from llama_phase.settings import Settings
@@ -326,6 +326,17 @@ def test_l5_a_busy_port_is_said_before_loading_with_its_holder(world: World) -> 
     assert not world.dump.exists(), "the server was not started"
 
 
+def test_the_flag_that_chooses_another_port_is_named_where_there_is_one() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen(1)
+        port = holder.getsockname()[1]
+        with pytest.raises(PortBusy) as caught:
+            check_port(["127.0.0.1"], port)
+    assert "--port N" in caught.value.fix
+    assert "--" not in port_busy("127.0.0.1", port).fix, "the port may be that of metrics"
+
+
 def test_a_port_in_time_wait_is_not_busy() -> None:
     port = free_port("127.0.0.1")
     with socket.socket() as listener:
@@ -338,10 +349,11 @@ def test_a_port_in_time_wait_is_not_busy() -> None:
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
-    for host in ("192.0.2.1", "no such host"):
-        with pytest.raises(UsageError) as caught:
-            check_port([host], 8080)
-        assert host in str(caught.value)
+    for host in ("192.0.2.1", "no such host", "nosuchhost.invalid", "x" * 300):
+        for ask in (lambda host: check_port([host], 8080), free_port):
+            with pytest.raises(UsageError) as caught:
+                ask(host)
+            assert host in str(caught.value) and caught.value.fix
 
 
 def test_a_port_taken_between_check_and_bind_is_not_mistaken_for_ready(world: World) -> None:

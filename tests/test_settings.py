@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from llama_phase.env import parse_bool, registry
+from llama_phase.client import Client
+from llama_phase.engine_settings import load_settings
+from llama_phase.env import FLAG_NAMES, child_environment, parse_bool, registry
 from llama_phase.errors import UsageError
-from llama_phase.settings import Settings, argv
+from llama_phase.generation import check_keywords
+from llama_phase.settings import Settings, argv, read_api_key
+from llama_phase.upstream_flags import FLAG_ENVIRONMENT
 
 MODEL = Path("m.gguf")
 
@@ -65,6 +69,24 @@ def test_limits_of_settings_and_registry_agree(monkeypatch: pytest.MonkeyPatch) 
             assert getattr(load(), variable.field) == variable.max
 
 
+def test_a_number_out_of_range_is_refused_by_every_way_and_the_range_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in registry().values():
+        if variable.kind not in ("int", "int_or_auto") or variable.field not in Settings.model_fields:
+            continue
+        for value in (variable.min - 1, variable.max + 1, 10**5000, "many", "9" * 5000):
+            said = refusal(**{variable.field: value})
+            assert variable.field in said and variable.accepted in said and len(said) < 300, said
+        with monkeypatch.context() as patch:
+            patch.setenv(variable.name, "9" * 5000)
+            said = refusal()
+            assert variable.name in said and variable.accepted in said and len(said) < 300, said
+
+
+@pytest.mark.parametrize(("name", "flag"), [("expert_slots", "--slots"), ("grace_s", "--grace"), ("mtp", "--mtp")])
+def test_a_flag_is_called_as_the_user_knows_it(name: str, flag: str) -> None:
+    assert f"(flag {flag})" in refusal(**{name: -3})
+
+
 def test_flag_beats_environment_beats_upstream_variable_beats_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (load().port, load().source("port")) == (8080, "default")
     monkeypatch.setenv("LLAMA_ARG_PORT", "1001")
@@ -88,6 +110,20 @@ def test_l9_an_unknown_name_is_refused_with_the_nearest(monkeypatch: pytest.Monk
     monkeypatch.setenv("LLAMA_PHASE_PREFILL_UBTACH", "4096")
     text = refusal()
     assert "LLAMA_PHASE_PREFILL_UBTACH" in text and "LLAMA_PHASE_PREFILL_UBATCH" in text and "1 to 65536" in text
+
+
+@pytest.mark.parametrize(("flag", "setting"), list(FLAG_NAMES.items()))
+def test_the_nearest_of_a_flags_name_is_its_setting(
+    flag: str, setting: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert f"`{setting}`" in refusal(**{flag: 3})
+    file = tmp_path / "llama-phase.toml"
+    file.write_text(f"{flag} = 3\n")
+    assert f"`{setting}`" in refusal(files=[file])
+    with pytest.raises(TypeError, match=f"'{setting}'"):
+        check_keywords([flag], [setting, "draft_slots", "trace"])
+    monkeypatch.setenv(f"LLAMA_PHASE_{flag.upper()}", "3")
+    assert f"nearest is LLAMA_PHASE_{setting.upper()} " in refusal()
 
 
 def test_a_wrong_value_names_setting_and_source() -> None:
@@ -162,6 +198,75 @@ def test_an_api_key_is_shown_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     file.write_text("# nothing\n")
     with pytest.raises(UsageError, match="no key"):
         _ = load(upstream=["--api-key-file", str(file)]).probe_key
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "a\nb", " key", "a\udcff"])
+def test_an_api_key_that_no_header_can_hold_is_refused_without_repeating_it(key: str, tmp_path: Path) -> None:
+    for said in (refusal(api_key=key), refusal(api_key=f"{key},other")):
+        assert "api_key" in said and key not in said
+    with pytest.raises(UsageError):
+        Client("http://127.0.0.1:1", api_key="schlüssel")
+
+
+def test_the_key_file_is_held_to_the_same(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# keys\nschlüssel\n")
+    with pytest.raises(UsageError, match="keys"):
+        read_api_key(tmp_path / "keys")
+
+
+@pytest.mark.parametrize(
+    ("given", "host", "url"),
+    [
+        ("[::1]", "::1", "http://[::1]:8080"),
+        ("127.0.0.1, 127.0.0.1", "127.0.0.1", "http://127.0.0.1:8080"),
+        ("::1,[::1],localhost", "::1,localhost", "http://[::1]:8080"),
+        ("fe80::1%eth0", "fe80::1%eth0", "http://[fe80::1%eth0]:8080"),
+    ],
+)
+def test_an_address_is_taken_as_it_is_written_elsewhere_and_once(given: str, host: str, url: str) -> None:
+    settings = load(host=given)
+    assert (settings.host, settings.base_url) == (host, url)
+    Client(settings.base_url).close()
+
+
+@pytest.mark.parametrize("host", ["[", "::1]", "http://x", "a b", "a/b", "x:80", "müll", "a@b", "[x]:1", "1::2::3"])
+def test_what_is_no_address_is_refused_before_a_url_is_made_of_it(host: str) -> None:
+    assert repr(host) in refusal(host=host)
+
+
+def test_one_port_is_not_for_server_and_metrics() -> None:
+    assert "--metrics-port" in refusal(port=9090, metrics_port=9090)
+    assert load(port=0, metrics_port=0).metrics_port == 0
+
+
+@pytest.mark.parametrize("name", ["model", "state_dir", "server_binary"])
+def test_home_folders(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert getattr(load(**{name: "~/x"}), name) == tmp_path / "x"
+    assert name in refusal(**{name: "~nouser/x"})
+    with monkeypatch.context() as patch:
+        patch.setenv(f"LLAMA_PHASE_{name.upper()}", "~nouser/x")
+        assert name in refusal(model=None if name == "model" else MODEL)
+    file = tmp_path / "llama-phase.toml"
+    file.write_text(f'{name} = "~nouser/x"\n')
+    assert f"`{name}`" in refusal(files=[file])
+
+
+@pytest.mark.parametrize(("variable", "names"), list(FLAG_ENVIRONMENT.items()))
+def test_a_variable_of_the_server_is_what_its_flag_is(
+    variable: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("k1\n")
+    as_flag = load(upstream=[names[0], str(key)])
+    monkeypatch.setenv(variable, str(key))
+    as_variable = load()
+    for settings in (as_flag, as_variable):
+        assert argv(settings)[-2:] == [names[0], str(key)]
+    assert (as_variable.base_url, as_variable.probe_key) == (as_flag.base_url, as_flag.probe_key)
+    assert variable in as_variable.source("upstream") and variable not in child_environment(as_variable)
+    assert argv(load(upstream=[names[0], "mine"])).count(names[0]) == 1, "the flag counts"
+    assert load_settings(MODEL, None, {})[1].upstream == (), "an engine in this process is no server"
 
 
 def test_url_of_the_server_as_seen_from_here() -> None:
