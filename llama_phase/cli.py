@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +13,7 @@ from typing import Annotated
 import typer
 
 from llama_phase import __version__, cli_config, cli_detached, cli_serve
+from llama_phase.env import PREFIX
 from llama_phase.errors import LlamaPhaseError, UsageError
 
 app = typer.Typer(
@@ -223,9 +226,10 @@ def _print_table(rows: list[dict[str, object]]) -> None:
 
 
 def _fail(message: str, fix: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    if fix:
-        print(f"fix: {fix}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody to tell: the code remains
+        print(f"error: {message}", file=sys.stderr)
+        if fix:
+            print(f"fix: {fix}", file=sys.stderr)
     return code
 
 
@@ -237,8 +241,22 @@ app.add_typer(cli_config.systemd, name="systemd")
 
 def main() -> int:
     """Run the command line; the exit codes are in docs/exit-codes.md."""
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # inherited: the kernel would keep no exit status for us
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    code = _run(sys.argv[1:])
     try:
-        return int(app(args=cli_serve.with_values(sys.argv[1:]), standalone_mode=False) or 0)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+    except OSError as error:
+        _drop_output()
+        return code or _fail(f"cannot write the output: {error.strerror}", "make room, or send it elsewhere", 1)
+    return code
+
+
+def _run(words: list[str]) -> int:
+    try:
+        return int(app(args=cli_serve.with_values(words), standalone_mode=False) or 0)
     except LlamaPhaseError as error:
         return _fail(str(error), error.fix, error.exit_code)
     except ParseError as error:
@@ -250,8 +268,44 @@ def main() -> int:
         return _fail(text, fix, 2)
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:
+    except SystemExit as end:
+        # click turns a reader that has gone away into exit code 1
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
         return 0
+    except (OSError, ValueError, RecursionError) as error:
+        return _fail(*_explained(error), 1)
+
+
+def _explained(error: Exception) -> tuple[str, str]:
+    """Sentence and fix for a failure that nothing has made one of ours."""
+    if os.environ.get(PREFIX + "LOG") == "debug":
+        import traceback
+
+        traceback.print_exception(error)
+    fix = f"{PREFIX}LOG=debug shows where it comes from"
+    if isinstance(error, OSError):
+        if not _current_folder_exists():
+            return "the current folder was deleted", f"go to another: cd; {fix}"
+        names = " to ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        return (f"{names}: " if names else "") + (error.strerror or str(error) or type(error).__name__), fix
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", fix
+
+
+def _current_folder_exists() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
+
+
+def _drop_output() -> None:
+    """What is still in the buffer goes nowhere, so that the interpreter's own flush at exit does not fail again."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from llama_phase.server import Server
 from llama_phase.server_log import LogTail, open_log, relevant_lines
 from llama_phase.settings import Settings
 from llama_phase.stall_watch import StallWatch, Vitals
+from llama_phase.supervisor_status import SupervisorStatus, write_status
 
 TESTS = Path(__file__).parent
 
@@ -562,6 +563,110 @@ def test_usage_errors_say_what_to_type() -> None:
         done = run(*words)
         assert done.returncode == 2 and done.stderr.startswith("error: "), (words, done)
         assert said in done.stderr and "fix: " in done.stderr and "Traceback" not in done.stderr
+
+
+FULL = "/dev/full"
+
+
+@pytest.mark.parametrize("words", [("version",), ("env",), ("--help",), ("status",), ("logs",)])
+def test_an_output_that_cannot_be_written_is_said(world: World, words: tuple[str, ...]) -> None:
+    _supervisor_of_old(world)
+    command = [sys.executable, "-m", "llama_phase", *words]
+    with open(FULL, "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    if words != ("status",):  # its 1 says already that the server is not ready
+        assert done.stderr.startswith("error: ") and "No space left" in done.stderr and "fix: " in done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])  # less than a buffer, which is written at the end, and more
+def test_a_reader_that_goes_away_is_no_failure(world: World, lines: int) -> None:
+    _supervisor_of_old(world, "a line of a log\n" * lines)
+    command = [sys.executable, "-m", "llama_phase", "logs", "-n", str(lines)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def _supervisor_of_old(world: World, log: str = "a line of a log\n") -> None:
+    state = world.folder / "state"
+    state.mkdir()
+    (state / "server.log").write_text(log)
+    write_status(state, SupervisorStatus(state="stopped", log=str(state / "server.log")))
+
+
+@pytest.mark.parametrize("raised", ["OSError(13, 'Permission denied', '/the/file')", "ValueError('a\\nb /the/file')"])
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_nobody_expected_is_one_line_and_a_traceback_when_asked_for(raised: str, debug: bool) -> None:
+    script = f"""if True:
+        import sys
+        from llama_phase import cli
+        @cli.app.command()
+        def fails():
+            raise {raised}
+        sys.argv = ["llama-phase", "fails"]
+        sys.exit(cli.main())"""
+    environment = os.environ | ({"LLAMA_PHASE_LOG": "debug"} if debug else {})
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1 and "/the/file" in done.stderr
+    assert ("Traceback" in done.stderr) is debug
+    if not debug:
+        assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["error", "fix"]
+
+
+@pytest.mark.parametrize("words", [("version",), ("env",), ("status",), ("serve", "m.gguf"), ("down",)])
+def test_no_command_ends_in_a_traceback_in_a_folder_that_was_deleted(world: World, words: tuple[str, ...]) -> None:
+    (world.folder / "here").mkdir()
+    command = f'cd here; rmdir ../here; exec "{sys.executable}" -m llama_phase {" ".join(words)}'
+    path = {"PYTHONPATH": str(TESTS.parent)}
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=world.folder, capture_output=True, text=True, check=False, env=os.environ | path
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == {"version": 0, "env": 0, "down": 0}.get(words[0], 1), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--host", "nosuchhost.invalid"), "nosuchhost.invalid"),
+        (("--host", "192.0.2.1"), "192.0.2.1"),
+        (("--host", "["), "'['"),
+        (("--mtp", "x" * 300), "mtp"),
+        (("--slots", "many"), "--slots"),
+        (("--metrics-port", "1", "--port", "1"), "--metrics-port"),
+    ],
+)
+def test_ordinary_bad_input_is_a_usage_error_of_serve(world: World, words: tuple[str, ...], said: str) -> None:
+    done = run("serve", str(world.model), "--port", "0", *words)
+    assert done.returncode == 2 and done.stderr.splitlines()[-2].startswith("error: "), done.stderr
+    assert said in done.stderr and "fix: " in done.stderr and "Traceback" not in done.stderr
+    assert not world.dump.exists(), "the server was not started"
+
+
+def test_serve_stops_as_ever_when_it_was_started_with_sigchld_ignored(world: World) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        process = world.serve()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    until(lambda: "ready: http://127.0.0.1:" in world.said, "ready")
+    process.terminate()
+    assert process.wait(SOON_S) == 143
+    assert gone(world.child_pid()) and "Error" not in world.said
+
+
+def test_a_program_that_ignores_sigchld_can_use_a_server(world: World) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with world.server() as server:
+            pid = server.pid
+        assert server.returncode is not None and gone(pid)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -200,7 +200,7 @@ def test_an_api_key_is_shown_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         _ = load(upstream=["--api-key-file", str(file)]).probe_key
 
 
-@pytest.mark.parametrize("key", ["schlüssel", "a\nb", " key", "a\udcff"])
+@pytest.mark.parametrize("key", ["schlüssel", "a\nb", " k7y", "a\udcff"])
 def test_an_api_key_that_no_header_can_hold_is_refused_without_repeating_it(key: str, tmp_path: Path) -> None:
     for said in (refusal(api_key=key), refusal(api_key=f"{key},other")):
         assert "api_key" in said and key not in said
