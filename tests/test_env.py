@@ -138,6 +138,11 @@ def test_values_are_checked_and_the_accepted_ones_named(name: str, bad: list[str
         assert name in str(caught.value) and registry()[name].accepted in caught.value.fix
 
 
+def test_the_page_says_which_exit_code_a_refused_variable_has() -> None:
+    head = (ROOT / "docs" / "env.md").read_text().partition("\n## ")[0]
+    assert f"exit code {UsageError.exit_code} from `llama-phase`" in head and "78 from the engine" in head
+
+
 def test_one_boolean_dialect() -> None:
     assert [parse_bool(text) for text in ("1", "on", "TRUE", "")] == [True, True, True, None]
     assert [parse_bool(text) for text in ("0", "off", "False")] == [False] * 3

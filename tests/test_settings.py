@@ -59,6 +59,15 @@ def test_defaults_of_settings_and_registry_agree() -> None:
         assert variable.default == ("" if field.default is None else str(field.default)), variable.name
 
 
+def test_a_default_of_serve_that_is_not_the_engines_is_said() -> None:
+    for variable in registry().values():
+        default = getattr(Settings.model_fields.get(variable.field), "default", None)
+        if variable.scope == "engine" and default is not None and str(default) != variable.default:
+            said = variable.meaning.partition("Unset: ")[2]
+            for word in (f"`{variable.default}` for the engine", "`llama-phase serve`", f"set `{default}`"):
+                assert word in said, variable.name
+
+
 def test_limits_of_settings_and_registry_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in registry().values():
         if variable.kind not in ("int", "int_or_auto") or variable.field not in Settings.model_fields:

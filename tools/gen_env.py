@@ -83,7 +83,8 @@ def render_doc(rows: list[dict]) -> str:
         "Made from `llama_phase/env.toml` by `make env-docs`; `make check` fails when the two differ.",
         "",
         "An empty value counts as unset. A `LLAMA_PHASE_*` name that is not listed here, or a value that is not "
-        "accepted, stops the process before it loads anything (exit code 78) and names the nearest known variable. "
+        "accepted, is refused before anything is loaded, and the nearest known variable is named: exit code 2 from "
+        "`llama-phase`, 78 from the engine when it is run by itself. "
         "With none of the engine's set, the engine is stock llama.cpp.",
     ]
     for scope, title in (("engine", "Read by the engine"), ("python", "Read by the `llama-phase` command")):
