@@ -288,7 +288,7 @@ def _explained(error: Exception) -> tuple[str, str]:
         if not _current_folder_exists():
             return "the current folder was deleted", f"go to another: cd; {fix}"
         names = " to ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
-        return (f"{names}: " if names else "") + (error.strerror or str(error) or type(error).__name__), fix
+        return (f"cannot use {names}: " if names else "") + (error.strerror or str(error) or type(error).__name__), fix
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", fix
 
 

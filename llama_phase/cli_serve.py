@@ -95,8 +95,9 @@ def load_settings(
     **flags: Any,
 ) -> Settings:
     """The settings that these options and the environment ask for. Raises UsageError."""
+    from llama_phase.address import read_api_key
     from llama_phase.config_file import config_files
-    from llama_phase.settings import Settings, read_api_key
+    from llama_phase.settings import Settings
 
     if model is not None and str(model).startswith("-"):  # `serve -- -ngl 99`, the model comes from the environment
         model, upstream = None, [str(model), *(upstream or [])]

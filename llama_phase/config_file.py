@@ -22,7 +22,7 @@ from llama_phase.upstream_flags import split_upstream
 FILE_NAME = "llama-phase.toml"
 CONFIG_VARIABLE = PREFIX + "CONFIG"
 NO_FILE = "off"
-_READ_NONE = f"{CONFIG_VARIABLE}={NO_FILE}"
+READ_NONE = f"{CONFIG_VARIABLE}={NO_FILE}"
 PATHS = ("model", "server_binary", "state_dir")
 
 
@@ -73,7 +73,7 @@ def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", fix=f"allow it, or set {_READ_NONE}") from None
+        raise UsageError(f"cannot read {path}: {error.strerror}", fix=f"allow it, or set {READ_NONE}") from None
 
 
 def read_files(paths: Iterable[Path], fields: Iterable[str]) -> dict[str, Value]:
@@ -88,10 +88,10 @@ def read_files(paths: Iterable[Path], fields: Iterable[str]) -> dict[str, Value]
         try:
             values = _read(path, known)
         except UsageError as error:
-            if _READ_NONE in error.fix:
+            if READ_NONE in error.fix:
                 raise
             # `down` and `status` must remain possible
-            raise UsageError(str(error), fix=f"{error.fix}; to read no file: {_READ_NONE}") from None
+            raise UsageError(str(error), fix=f"{error.fix}; to read no file: {READ_NONE}") from None
         for name, value in values.items():
             found.setdefault(name, value)
     return found
@@ -139,7 +139,7 @@ def _parse(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
-        raise UsageError(f"cannot read {path}: {reason}", fix=f"allow it, or set {_READ_NONE}") from None
+        raise UsageError(f"cannot read {path}: {reason}", fix=f"allow it, or set {READ_NONE}") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(
             f"{path} is not TOML: {error}", fix='lines look like `port = 8080` and `log = "info"`'

@@ -7,9 +7,7 @@ order. Flags of llama-server in a file that are no settings come before those af
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from llama_phase.config_file import PATHS, expanded, read_files
+from llama_phase.address import check_api_key, check_hosts, plain_hosts, read_api_key
+from llama_phase.config_file import PATHS, READ_NONE, Value, expanded, read_files
 from llama_phase.env import FLAG_NAMES, PREFIX, nearest, registry, scan
 from llama_phase.errors import UsageError
 from llama_phase.plan_ubatch import UBATCHES
@@ -51,12 +50,6 @@ def _off_is_zero(value: Any) -> Any:
     return 0 if value == "off" else value
 
 
-def _plain_hosts(text: str) -> str:
-    """Each address once, an IPv6 one without the brackets of a URL: llama-server wants it so."""
-    hosts = [host.strip() for host in text.split(",")]
-    return ",".join(dict.fromkeys(host[1:-1] if host[:1] + host[-1:] == "[]" else host for host in hosts if host))
-
-
 class Settings(BaseSettings):
     """Options of one server. Build it with ``Settings.load``; invalid values raise UsageError there."""
 
@@ -65,7 +58,7 @@ class Settings(BaseSettings):
     )
 
     model: Path
-    host: Annotated[str, AfterValidator(_plain_hosts)] = "127.0.0.1"
+    host: Annotated[str, AfterValidator(plain_hosts)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     ctx: Annotated[int, Field(ge=0, le=_INT_MAX)] | None = None
     ubatch: Annotated[int, Field(ge=1, le=65536)] = 512
@@ -169,7 +162,17 @@ class Settings(BaseSettings):
         if not model_needed and "model" not in sources:
             given["model"] = Path()
         try:
-            settings = cls(upstream=rest, **given)
+            return cls._of(given | {"upstream": rest}, sources, in_files)
+        except UsageError as error:
+            if "(file " not in str(error):
+                raise
+            # `down` and `status` must remain possible
+            raise UsageError(str(error), fix=f"{error.fix}; to read no file: {READ_NONE}") from None
+
+    @classmethod
+    def _of(cls, given: dict[str, Any], sources: dict[str, str], in_files: dict[str, Value]) -> Settings:
+        try:
+            settings = cls(**given)
         except ValidationError as error:
             raise _usage_error(error, sources) from None
         at_home = {name: path for name in PATHS if str(path := getattr(settings, name)).startswith("~")}
@@ -178,11 +181,7 @@ class Settings(BaseSettings):
             settings = settings.model_copy(update=paths)
         settings._sources.update(sources)
         settings._others.update((k, str(v.value)) for k, v in in_files.items() if k not in cls.model_fields)
-        settings._check_batches()
-        settings._check_hosts()
-        settings._check_ports()
-        if settings.api_key is not None:
-            _check_api_key(settings.probe_key or "", f"api_key ({settings.source('api_key')})")
+        settings._check()
         return settings
 
     def source(self, name: str) -> str:
@@ -192,6 +191,13 @@ class Settings(BaseSettings):
     def from_file(self, name: str) -> str:
         """What the files say of an engine variable that is no setting here; empty when nothing."""
         return self._others.get(name, "")
+
+    def _check(self) -> None:
+        self._check_batches()
+        self._check_hosts()
+        self._check_ports()
+        if self.api_key is not None:
+            check_api_key(self.probe_key or "", f"api_key ({self.source('api_key')})")
 
     def _check_batches(self) -> None:
         auto = self.prefill_ubatch == "auto"  # the batch is its limit
@@ -209,12 +215,7 @@ class Settings(BaseSettings):
                 f"host {self.host!r} names no TCP address, which the supervisor needs to watch its server",
                 fix="add one, for example --host 127.0.0.1",
             )
-        for host in self.tcp_hosts:
-            if not (re.fullmatch(r"[A-Za-z0-9._-]+", host) or _is_ipv6(host)):
-                raise UsageError(
-                    f"host {host!r} ({self.source('host')}) is neither a name nor an address",
-                    fix="write 127.0.0.1, ::1 or localhost; several are separated by commas",
-                )
+        check_hosts(self.tcp_hosts, self.source("host"))
 
     def _check_ports(self) -> None:
         if self.metrics_port and self.metrics_port == self.port:
@@ -272,35 +273,6 @@ class Settings(BaseSettings):
         """Folder for the saved state of the server's slots."""
         given = flag_value(self.upstream, SLOT_SAVE_PATH)
         return Path(given) if given else self.state_path / "conversations" / f"port{self.port}"
-
-
-def read_api_key(path: Path) -> str:
-    """The first key of a key file (one per line, # comments). Raises UsageError when there is none."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise UsageError(f"cannot read the API key file {path}: {reason}", fix="give a file you may read") from None
-    for line in lines:
-        if line and not line.startswith("#"):
-            return _check_api_key(line, f"the API key file {path}")
-    raise UsageError(f"the API key file {path} holds no key", fix="write one key per line into it")
-
-
-def _check_api_key(key: str, where: str) -> str:
-    """The key. Raises UsageError, without it, for one that no header can hold."""
-    if not (key.isascii() and key.isprintable() and key == key.strip()):
-        raise UsageError(
-            f"{where} has a key that no request can carry", fix="use letters, digits and signs of ASCII, without spaces"
-        )
-    return key
-
-
-def _is_ipv6(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).version == 6
-    except ValueError:
-        return False
 
 
 def argv(settings: Settings) -> list[str]:

@@ -134,6 +134,13 @@ def test_l9_what_is_wrong_is_refused_with_file_key_and_what_is_right(tmp_path: P
         assert word in said, (word, said)
 
 
+@pytest.mark.parametrize("text", ['host = "a b"', "batch = 64", 'api_key = "ü"', "ctx = 1", "model = '~nouser/x'"])
+def test_every_refusal_for_a_file_says_how_to_do_without_it(tmp_path: Path, text: str) -> None:
+    # `down` and `status` read the settings too, and must remain possible
+    said = refusal(write(tmp_path, f"{text}\n" + ("upstream = ['-c', '2']\n" if "ctx" in text else "")))
+    assert str(tmp_path) in said and "LLAMA_PHASE_CONFIG=off" in said
+
+
 def test_a_file_that_cannot_be_read_is_an_error_and_not_skipped(tmp_path: Path) -> None:
     file = tmp_path / FILE_NAME
     file.write_bytes(b"\xff\xfe")

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from llama_phase.address import read_api_key
 from llama_phase.client import Client
 from llama_phase.engine_settings import load_settings
 from llama_phase.env import FLAG_NAMES, child_environment, parse_bool, registry
 from llama_phase.errors import UsageError
 from llama_phase.generation import check_keywords
-from llama_phase.settings import Settings, argv, read_api_key
+from llama_phase.settings import Settings, argv
 from llama_phase.upstream_flags import FLAG_ENVIRONMENT
 
 MODEL = Path("m.gguf")
