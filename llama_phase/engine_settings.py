@@ -39,7 +39,7 @@ def load_settings(model: Path, settings: Settings | None, keywords: dict[str, An
     check_keywords(keywords, [*options, *of_settings])
     sizes = {name: value for name, value in keywords.items() if name in of_settings}
     if settings is None:
-        settings = Settings.load(model=model, upstream_variables=False, **sizes)
+        settings = Settings.load(model=model, of_server=False, **sizes)
     elif sizes:
         raise TypeError(f"either settings or {', '.join(sizes)}, not both")
     if settings.upstream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -17,8 +18,15 @@ def check_port(hosts: Iterable[str], port: int) -> None:
 
     Binds as llama-server does, with SO_REUSEADDR: connections in TIME_WAIT do not make a port busy.
     """
+    hosts = list(hosts)
     for host in hosts:
-        _bind(host, port)
+        _listen(host, port).close()
+    with contextlib.ExitStack() as held:
+        for host in hosts:
+            try:
+                held.enter_context(_listen(host, port))
+            except PortBusy:  # it was free alone
+                raise UsageError(f"{host} is the same as, or part of, another host", fix="keep one of them") from None
 
 
 def free_port(host: str) -> int:
@@ -26,23 +34,27 @@ def free_port(host: str) -> int:
 
     Raises UsageError when nothing can listen there.
     """
-    return _bind(host, 0)
+    with _listen(host, 0) as probe:
+        return probe.getsockname()[1]
 
 
-def _bind(host: str, port: int) -> int:
-    """Listen for a moment; the port, a free one for 0."""
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; the caller closes it."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
         raise UsageError(f"{host!r} is no address of this machine", fix="use --host 127.0.0.1") from None
     family, kind, protocol, _, address = found[0]
+    probe = None
     try:
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-            return probe.getsockname()[1]
+        probe = socket.socket(family, kind, protocol)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+        probe.listen(1)
+        return probe
     except OSError as error:
+        if probe is not None:
+            probe.close()
         if error.errno == errno.EADDRINUSE:
             raise port_busy(host, port, flag="--port N (0: any free one)") from None
         raise UsageError(

@@ -109,13 +109,13 @@ class Settings(BaseSettings):
         upstream: tuple[str, ...] | list[str] = (),
         files: Iterable[Path] = (),
         model_needed: bool = True,
-        upstream_variables: bool = True,
+        of_server: bool = True,
         **flags: Any,
     ) -> Settings:
         """Merge flags (None: not given), upstream's flags, environment, files (strongest first) and defaults.
 
-        Without `model_needed` a model that nobody names is an empty path; without `upstream_variables` those of
-        FLAG_ENVIRONMENT, which are a server's, make no flags.
+        Without `model_needed` a model that nobody names is an empty path. Without `of_server` it is for an engine in
+        this process: what is given are keywords, and the variables of FLAG_ENVIRONMENT mean nothing.
 
         Raises UsageError for an unknown keyword or variable (with the nearest name), an invalid value, a value given
         twice, and a logical batch smaller than the prefill micro-batch.
@@ -126,7 +126,7 @@ class Settings(BaseSettings):
             if name not in cls.model_fields:
                 near = nearest(name, cls.model_fields)
                 raise UsageError(f"there is no setting `{name}`", fix=f"the nearest is `{near}`")
-        sources = dict.fromkeys(given, "flag")
+        sources = dict.fromkeys(given, "flag" if of_server else "keyword")
         theirs, rest = split_upstream(tuple(upstream))
         for name, (flag, text) in theirs.items():
             if name in given and str(given[name]) != text:
@@ -144,7 +144,7 @@ class Settings(BaseSettings):
             rest = (*words, *rest)
         elif rest:
             sources["upstream"] = "upstream flags"
-        for variable, names in FLAG_ENVIRONMENT.items() if upstream_variables else ():
+        for variable, names in FLAG_ENVIRONMENT.items() if of_server else ():
             if os.environ.get(variable) and flag_value(rest, names) is None:
                 rest = (names[0], os.environ[variable], *rest)
                 sources["upstream"] = ", then ".join(filter(None, [f"environment {variable}", sources.get("upstream")]))

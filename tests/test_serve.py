@@ -349,6 +349,15 @@ def test_a_port_in_time_wait_is_not_busy() -> None:
     check_port(["127.0.0.1"], port)
 
 
+@pytest.mark.parametrize("hosts", [["127.0.0.1", "127.0.0.1"], ["0.0.0.0", "127.0.0.1"], ["127.0.0.1", "127.1"]])
+def test_one_address_under_two_names_is_no_busy_port(hosts: list[str]) -> None:
+    port = free_port("127.0.0.1")
+    with pytest.raises(UsageError, match=f"^{hosts[1]} is the same") as caught:
+        check_port(hosts, port)
+    assert caught.value.fix
+    check_port(["127.0.0.1", "127.0.0.2"], port)
+
+
 def test_an_address_of_another_machine_is_refused() -> None:
     for host in ("192.0.2.1", "no such host", "nosuchhost.invalid", "x" * 300):
         for ask in (lambda host: check_port([host], 8080), free_port):
