@@ -17,7 +17,7 @@ from typing import TypeVar
 from llama_phase.errors import AlreadyRunning, LlamaPhaseError, ServerStartError
 from llama_phase.holder import Holder, read_holder
 from llama_phase.instance import CHANGE_SIGNAL, NOW_SIGNAL, SUPERVISOR_LOG, folder_of, put_request, signal_holder
-from llama_phase.journal import Journal, Record
+from llama_phase.journal import Journal, Record, check_files
 from llama_phase.server_log import SCAN_BYTES
 from llama_phase.settings import Settings
 from llama_phase.supervisor_status import FILE_NAME as STATUS_FILE
@@ -241,7 +241,8 @@ def quietly(read: Callable[[], T]) -> T | None:
 
 def roll_back(folder: Path, number: int | None, say: Say) -> Record:
     """Have the running supervisor serve an earlier configuration: record `number`, or the newest good one that is not
-    served now. Returns when it took the request. Raises LlamaPhaseError."""
+    served now. Returns when it took the request. Raises LlamaPhaseError, for a model file that is not there or is not
+    whole, too: what serves now goes on then."""
     status, holder = look(folder), read_holder(folder)
     good = Journal(folder / "served").good()
     if number is not None:
@@ -261,6 +262,7 @@ def roll_back(folder: Path, number: int | None, say: Say) -> Record:
     if status is not None and status.configuration == record.configuration.fingerprint:
         say(f"configuration {record.configuration.fingerprint} is served already")
         return record
+    check_files(record.configuration)
     put_request(folder, record.configuration.fingerprint)
     signal_holder(holder, CHANGE_SIGNAL)
     say(f"changing to configuration {record.configuration.fingerprint} ({record.configuration.model})")

@@ -20,6 +20,8 @@ from typing import Any
 
 from llama_phase.configuration import Configuration
 from llama_phase.durable_file import TEMPORARY, Disk, RealDisk, write_durably
+from llama_phase.gguf_header import check_model
+from llama_phase.upstream_flags import DRAFT_MODEL, flag_value
 
 KEEP = 16  # records, and beyond them
 KEEP_GOOD = 4  # configurations
@@ -44,6 +46,14 @@ def good_configurations(records: list[Record]) -> list[Record]:
         latest[record.configuration.fingerprint] = record
     good = [record for record in latest.values() if record.verdict == "ok"]
     return sorted(good, key=lambda record: -record.number)
+
+
+def check_files(configuration: Configuration) -> None:
+    """Raise ModelError for a model or draft of a configuration that served once and cannot be loaded now."""
+    check_model(Path(str(configuration.settings["model"])))
+    draft = flag_value(tuple(map(str, configuration.settings.get("upstream") or ())), DRAFT_MODEL)
+    if draft:
+        check_model(Path(draft), draft=True)
 
 
 class Journal:

@@ -13,8 +13,8 @@ here, and is changed by `handle` and `tick` only.
 
 Restart rules. A deterministic failure is not repeated. Any other is, after a delay that doubles up to a cap, with
 jitter, at most `restarts` times in a row; being ready for `stable_s` ends a row. When a row is at its end, the
-configuration is given up, for good: the one that had served last before this supervisor started follows, if that is
-another one. So two bad ones cannot take turns.
+configuration is given up, for good: the one that had served last before this supervisor started follows, or the one
+that a change by hand left, if that is another one. So two bad ones cannot take turns.
 """
 
 from __future__ import annotations
@@ -146,11 +146,18 @@ class Lifecycle:
         if self.state in (State.STOPPING, State.STOPPED, State.FAILED):
             return []
         rollback = Rollback(self.serving.fingerprint, to.fingerprint, "asked for by hand", now_s, by_hand=True)
+        self._leave_for(to)
         if not self._alive:
             return [*self._switch(to, rollback), *self._start(now_s)]
         self._next = to
         self._enter(State.STOPPING, now_s)
         return [Stop()]
+
+    def _leave_for(self, to: Configuration) -> None:
+        """What serves, or has served, is what follows when a change away from it by hand comes to nothing."""
+        proved = self.state is State.READY or self.serving.fingerprint in self._good
+        if proved and to.fingerprint != self.serving.fingerprint:
+            self._fallback = self.serving
 
     def _gone(self, now_s: float) -> list[Action]:
         if not self._alive:

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fake_gguf import write_gguf
 from fake_world import SOON_S, World, gone, until
 
 from llama_phase.detached import look, roll_back, start, stop, summary
-from llama_phase.errors import AlreadyRunning, LlamaPhaseError, PortBusy, UsageError
+from llama_phase.errors import AlreadyRunning, LlamaPhaseError, ModelError, PortBusy, UsageError
 from llama_phase.holder import Holder, Lock, read_holder
-from llama_phase.instance import find_folder, put_request, signal_holder, take_request
+from llama_phase.instance import REQUEST, find_folder, put_request, signal_holder, take_request
 from llama_phase.journal import Journal
 from llama_phase.port import free_port
 from llama_phase.running_servers import birth_of
@@ -195,6 +196,43 @@ def test_rollback_by_hand(world: World, detached: Detached) -> None:
     assert command("rollback").returncode == 0
     until(lambda: detached.status.configuration == first and detached.status.state == "ready", "the first is back")
     assert any("ROLLED BACK" in line for line in summary(detached.status))
+
+
+def test_rollback_to_what_cannot_be_loaded_is_refused_and_what_serves_goes_on(
+    world: World, detached: Detached
+) -> None:
+    detached.start("--ctx", "4096")
+    _ask(detached)
+    assert detached.stop()
+    model = world.model
+    world.model = write_gguf(world.folder / "other.gguf")
+    detached.start()
+    _ask(detached)
+    before = detached.status
+    for spoil, words in ((lambda: model.write_bytes(model.read_bytes()[:16]), ""), (model.unlink, "no file")):
+        spoil()
+        answered = command("rollback")
+        assert answered.returncode == ModelError.exit_code and model.name in answered.stderr, answered.stderr
+        assert words in answered.stderr and "fix: " in answered.stderr
+    assert not (detached.folder / REQUEST).exists()
+    after = detached.status
+    assert (after.state, after.server_pid, after.rollbacks) == ("ready", before.server_pid, 0)
+
+
+def test_rollback_to_what_does_not_serve_any_more_leads_back(world: World, detached: Detached) -> None:
+    """The journal was empty when the one that serves was started first."""
+    detached.start("--", "--old")
+    _ask(detached)
+    assert detached.stop()
+    world.set("FAKE_ONLY_IF", "--old")
+    world.set("FAKE_EXIT", "1:error: invalid argument: --old")
+    detached.start()
+    _ask(detached)
+    new = detached.status.configuration
+    assert command("rollback").returncode == 0
+    until(lambda: detached.status.rollbacks == 2 and detached.status.state == "ready", "it serves again")
+    assert detached.status.configuration == new and detached.status.rolled_back is None
+    assert detached.status.failure is not None and detached.status.failure.kind == "bad_flag"
 
 
 def _ask(detached: Detached) -> None:
