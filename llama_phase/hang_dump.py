@@ -16,7 +16,8 @@ KEEP = 5
 
 
 def write_dump(folder: Path, pid: int, vitals: Vitals, observer: Observer) -> Path | None:
-    """Write `hang-<time>.json` into `folder`; None when it cannot be written. The newest KEEP files stay."""
+    """Write `hang-<time>.json` into `folder`; None when it cannot be written. KEEP files stay: this one and the newest
+    others by name, which holds the time of a clock that may be set back."""
     facts = {
         "pid": pid,
         "at_s": time.time(),
@@ -29,7 +30,7 @@ def write_dump(folder: Path, pid: int, vitals: Vitals, observer: Observer) -> Pa
     try:
         path.write_text(json.dumps(facts, indent=1), encoding="utf-8")
         path.chmod(0o600)
-        for old in sorted(folder.glob("hang-*.json"))[:-KEEP]:
+        for old in sorted(other for other in folder.glob("hang-*.json") if other != path)[: -(KEEP - 1)]:
             old.unlink(missing_ok=True)
     except OSError:
         return None

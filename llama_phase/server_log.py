@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import time
@@ -23,8 +24,9 @@ _RELEVANT = re.compile(
 def open_log(folder: Path, port: int) -> tuple[Path, int]:
     """Create a new log file, readable by this user only: (path, file descriptor open for appending).
 
-    The newest KEEP_LOGS files stay, and those of other supervisors that live. Raises LlamaPhaseError when the folder
-    cannot be written.
+    The newest KEEP_LOGS files by name stay, those of other supervisors that live, and, since the clock in the names may
+    be set back, this one and those that a server writes to: they are locked as long as it has them open. Raises
+    LlamaPhaseError when the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -34,11 +36,25 @@ def open_log(folder: Path, port: int) -> tuple[Path, int]:
             f"cannot write a log in {folder}: {error.strerror}",
             fix="free or allow it, or name another folder with LLAMA_PHASE_STATE_DIR",
         ) from None
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(fd, fcntl.LOCK_SH)  # of the open file, which the server inherits
     for old in sorted(folder.glob("*-port*.log"))[:-KEEP_LOGS]:
         owner = old.stem.rpartition("-")[2]
-        if owner == str(os.getpid()) or not Path(f"/proc/{owner}").exists():
+        if old != path and (owner == str(os.getpid()) or not Path(f"/proc/{owner}").exists()) and not _in_use(old):
             old.unlink(missing_ok=True)
     return path, fd
+
+
+def _in_use(path: Path) -> bool:
+    """Whether a server still writes to this log."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _create(folder: Path, name: str) -> tuple[Path, int]:

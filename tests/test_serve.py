@@ -25,7 +25,9 @@ from llama_phase.client import RequestFailed
 from llama_phase.errors import EngineUnusable, PortBusy, ServerCrash, ServerStartError, UsageError
 from llama_phase.exit_meaning import explain_exit, name_status
 from llama_phase.foreground import Timings, describe_phase
+from llama_phase.hang_dump import KEEP, write_dump
 from llama_phase.lifecycle_terms import State
+from llama_phase.observer import Observer
 from llama_phase.port import check_port, free_port, port_busy
 from llama_phase.server import Server
 from llama_phase.server_log import LogTail, open_log, relevant_lines
@@ -296,6 +298,32 @@ def test_old_logs_are_removed_and_logs_are_private(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_clock_that_was_set_back_costs_no_log_of_a_server_that_runs(tmp_path: Path) -> None:
+    for index in range(40):
+        (tmp_path / f"29990101-{index:06}-port1-99999999.log").touch()
+    first, held = open_log(tmp_path, 8080)
+    server = subprocess.Popen(["sleep", "600"], stdout=held)
+    os.close(held)
+    try:
+        second, fd = open_log(tmp_path, 8081)
+        os.close(fd)
+        assert first.exists() and second.exists(), "one is being written, the other will be"
+    finally:
+        server.kill()
+        server.wait()
+    last, fd = open_log(tmp_path, 8082)
+    os.close(fd)
+    assert last.exists() and not first.exists() and not second.exists()
+
+
+def test_a_clock_that_was_set_back_costs_no_dump_just_written(tmp_path: Path) -> None:
+    for index in range(9):
+        (tmp_path / f"hang-29990101-00000{index}-1.json").touch()
+    observer = Observer(lambda: None, lambda: True, 512)  # type: ignore[arg-type, return-value]
+    path = write_dump(tmp_path, os.getpid(), Vitals(), observer)
+    assert path is not None and path.exists() and len(list(tmp_path.iterdir())) == KEEP
+
+
 def test_two_servers_of_one_moment_have_two_logs(tmp_path: Path) -> None:
     made = [open_log(tmp_path, 8080) for _ in range(10)]
     for _, fd in made:
@@ -431,6 +459,41 @@ def test_l3_l4_only_orphans_of_ours_are_reaped(tmp_path: Path) -> None:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def test_what_is_left_of_a_group_is_reaped_without_its_leader(tmp_path: Path) -> None:
+    """A script that does not `exec` the server dies with the supervisor; the server in its group does not."""
+    script = f'{sys.executable} -c "import time; time.sleep(600)" & echo $! >&2; wait'
+    left: dict[str, tuple[int, int]] = {}
+    try:
+        for name in ("ours", "owned", "another's"):
+            with (tmp_path / name).open("w") as out:
+                leader = subprocess.Popen(
+                    ["sh", "-c", script], start_new_session=True, stdout=out, stderr=subprocess.PIPE
+                )
+            assert leader.stderr is not None
+            member = int(leader.stderr.readline())
+            until(lambda member=member: running_servers.birth_of(member), "the member runs")  # type: ignore[misc]
+            record = running_servers.write_record(tmp_path / "running", leader.pid)
+            assert record is not None
+            about = json.loads(record.read_text())
+            if name != "owned":
+                about |= {"owner_birth": 1.0}
+            if name == "another's":  # a later group of the same number
+                about |= {"output": [[1, 1]]}
+            record.write_text(json.dumps(about))
+            leader.kill()
+            leader.wait()
+            leader.stderr.close()
+            left[name] = (leader.pid, member)
+        assert running_servers.reap_orphans(tmp_path / "running") == [left["ours"][0]]
+        assert gone(left["ours"][1]), "it returns when nothing is left"
+        assert not gone(left["owned"][1]) and not gone(left["another's"][1])
+        assert [path.stem for path in (tmp_path / "running").iterdir()] == [str(left["owned"][0])]
+    finally:
+        for _, member in left.values():
+            if not gone(member):
+                os.kill(member, signal.SIGKILL)
 
 
 def test_l14_a_forgotten_server_dies_silently_at_interpreter_exit(world: World) -> None:

@@ -14,9 +14,11 @@ import pytest
 from engine_server import EngineServer, wait_until
 
 from llama_phase import standin as standin_module
+from llama_phase.companions import PortStandin
 from llama_phase.port import check_port, free_port
 from llama_phase.settings import Settings
 from llama_phase.standin import Standin, standin_for, tls_of
+from llama_phase.supervisor_status import SupervisorStatus
 
 HOST = "127.0.0.1"
 
@@ -135,6 +137,20 @@ def test_no_tls_without_a_certificate_and_an_error_for_a_bad_one(tmp_path: Path)
         tls_of(str(tmp_path / "none.pem"), None)
     settings = Settings.load(model="m.gguf", port=1, upstream=["--ssl-cert-file", str(tmp_path / "none.pem")])
     assert not standin_for(settings).open()
+
+
+def test_when_to_ask_again_does_not_depend_on_the_time_of_day() -> None:
+    """The supervisor's times pass evenly, whoever sets the clock of the machine."""
+    settings = Settings.load(model="m.gguf", port=free_port(HOST))
+    companion = PortStandin()
+    for since_s in (1000.0, time.time(), time.time() + 1e6):
+        status = SupervisorStatus(state="starting", since_s=since_s, restart_at_s=since_s + 41.5)
+        companion.waiting(settings, status)
+        try:
+            answer = httpx.get(f"{settings.base_url}/health")
+        finally:
+            companion.close()
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "42")
 
 
 @pytest.mark.engine
