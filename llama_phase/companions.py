@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
+from llama_phase.errors import UsageError
 from llama_phase.settings import Settings
-from llama_phase.supervisor_status import SupervisorStatus, now_s
+from llama_phase.supervisor_status import SupervisorStatus
+from llama_phase.upstream_flags import SLOT_SAVE_PATH, flag_value
 
 if TYPE_CHECKING:
     from llama_phase.server import Server
@@ -68,7 +70,8 @@ class PortStandin(Companion):
         self.close()
         self._standin = standin_for(settings)
         reason = status.failure.kind.replace("_", " ") if status.failure else "it ended"
-        wait_s = 0.0 if status.restart_at_s is None else status.restart_at_s - now_s(status)
+        # both of the supervisor's own clock, which the time of day may have left behind
+        wait_s = 0.0 if status.restart_at_s is None else status.restart_at_s - status.since_s
         self._standin.say(f"the server is being restarted: {reason}", wait_s)
         self._standin.open()
 
@@ -129,7 +132,13 @@ class MetricsPort(Companion):
 class Conversations(Companion):
     """Saves and restores what the slots hold. In a thread: it takes as long as the server does."""
 
-    def __init__(self, say: Callable[[str], None]):
+    def __init__(self, settings: Settings, say: Callable[[str], None]):
+        """Raises UsageError for a port that is another one at the next start: nothing would be found again."""
+        if settings.port == 0 and flag_value(settings.upstream, SLOT_SAVE_PATH) is None:
+            raise UsageError(
+                "conversations are kept by port, and port 0 is another one at each start",
+                fix="choose a port: --port N, or a folder: `-- --slot-save-path DIR`, or do not keep conversations",
+            )
         self._say = say
         self._keeper: Any = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="llama-phase-keeper")
@@ -164,15 +173,16 @@ class Conversations(Companion):
 
 
 def companions_for(settings: Settings, status: SupervisorStatus, say: Callable[[str], None]) -> list[Companion]:
-    """Those these settings and the environment ask for. Raises PortBusy or UsageError for the metrics' port."""
+    """Those these settings and the environment ask for. Raises PortBusy or UsageError for the metrics' port,
+    UsageError for conversations that would not be found again."""
     from llama_phase.instance import folder_of
     from llama_phase.plan_companion import PlanCheck
 
     found: list[Companion] = [PortStandin(), ServiceManager(os.environ)]
     if settings.check_plan:
         found.append(PlanCheck(folder_of(settings), say))
+    if settings.keep_conversations:
+        found.append(Conversations(settings, say))
     if settings.metrics_port:
         found.append(MetricsPort(settings, status))
-    if settings.keep_conversations:
-        found.append(Conversations(say))
     return found

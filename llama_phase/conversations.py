@@ -140,6 +140,7 @@ class Conversations:
             # all before the first continuation: a request makes the server clear the idle slots
             for slot in changed:
                 with self._dropping(slot, dropped):
+                    self._make_private(self._new(slot))
                     self._slots.save(slot, self._new(slot).name)
                     written.append(slot)
             for slot in written:
@@ -236,6 +237,12 @@ class Conversations:
         except (RequestFailed, OSError, ValueError) as error:
             dropped.append(f"the conversation in slot {slot} is dropped: {error}")
             self._useless = self._useless or isinstance(error, _CannotGoOn)
+
+    @staticmethod
+    def _make_private(path: Path) -> None:
+        """An empty file that only this user may read: the server writes into it, and would make one for all to read."""
+        path.unlink(missing_ok=True)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
     def _delete(self, slot: int) -> None:
         for path in (self._state(slot), self._about(slot)):

@@ -17,11 +17,14 @@ from fake_world import until
 from supervised import Run
 
 from llama_phase.client import RequestFailed
+from llama_phase.companions import companions_for
 from llama_phase.conversation_keeper import ConversationKeeper
 from llama_phase.conversations import Conversations, Outcome, checksum, identity_of, is_due
+from llama_phase.errors import UsageError
 from llama_phase.port import free_port
 from llama_phase.settings import Settings, argv
 from llama_phase.slot_client import Replay, Slot, SlotClient, saved_tokens
+from llama_phase.supervisor_status import SupervisorStatus
 
 IDENTITY = {"model_bytes": 1, "model_mtime_ns": 2, "engine": "e"}
 
@@ -104,6 +107,23 @@ def test_what_was_saved_comes_back_and_nothing_more(server: FakeSlots) -> None:
     assert files(server.folder) == BOTH
     fresh, outcome = after_restart(server)
     assert outcome == Outcome((0, 1)) and fresh.content == [[1, 2, 3], [7, 8]]
+
+
+def test_what_was_said_is_for_this_user_only_at_any_time(server: FakeSlots) -> None:
+    """Also in a folder that others may read."""
+    server.folder.chmod(0o755)
+    (server.folder / "slot0.new").touch(0o644)  # left by a power loss
+    modes: set[int] = set()
+    save = server.save
+
+    def watched(slot: int, filename: str) -> None:
+        save(slot, filename)
+        modes.add((server.folder / filename).stat().st_mode & 0o777)
+
+    server.save = watched  # type: ignore[method-assign]
+    keeper(server).save()
+    modes |= {(server.folder / name).stat().st_mode & 0o777 for name in BOTH}
+    assert modes == {0o600}
 
 
 def test_only_what_changed_is_saved_again(server: FakeSlots) -> None:
@@ -239,6 +259,15 @@ def test_the_server_is_told_where_to_save(tmp_path: Path) -> None:
     given = Settings.load(model="m", keep_conversations=True, upstream=["--slot-save-path", "/x"])
     assert argv(given).count("--slot-save-path") == 1 and given.conversations_path == Path("/x")
     assert "--slot-save-path" not in argv(Settings.load(model="m"))
+
+
+def test_a_port_that_is_another_one_each_time_is_refused_before_loading(tmp_path: Path) -> None:
+    given = {"model": "m", "port": 0, "keep_conversations": True, "state_dir": tmp_path, "metrics_port": 1}
+    with pytest.raises(UsageError, match="by port"):
+        companions_for(Settings.load(**given), SupervisorStatus(), print)
+    for more in ({"port": 1}, {"upstream": ["--slot-save-path", "/x"]}):
+        for companion in companions_for(Settings.load(**given | more | {"metrics_port": 0}), SupervisorStatus(), print):
+            companion.close()
 
 
 def keep(server: FakeSlots, said: list[str], **settings: object) -> ConversationKeeper:
