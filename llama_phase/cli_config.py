@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 config = typer.Typer(help="Show the settings in force.", no_args_is_help=True, rich_markup_mode=None)
 # beside LLAMA_PHASE_*: what changes how a server runs, as against the rest of the user's environment
 SHOWN_PREFIXES = ("LLAMA_", "GGML_", "CUDA_", "NVIDIA_", "OMP_", "HF_")
+# which devices a program sees, and where files and libraries are
+DEVICE_PREFIXES = ("HIP_", "ROCR_")
+PLACES = ("LD_LIBRARY_PATH", "XDG_CONFIG_HOME", "XDG_STATE_HOME")
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
@@ -129,30 +132,54 @@ def install(
     print("to serve while you are logged out: loginctl enable-linger")
 
 
+def carried(settings: Settings, base: Mapping[str, str]) -> dict[str, str]:
+    """The part of `base` that `serve` runs by, which a service would not have: what these settings were taken from,
+    what decides how the engine runs, and where files and libraries are found."""
+    from llama_phase.configuration import ENVIRONMENT_PREFIXES
+    from llama_phase.env import PREFIX, left_out
+    from llama_phase.settings import UPSTREAM_ENVIRONMENT
+
+    found = {}
+    fields = {variable: field for field, variable in UPSTREAM_ENVIRONMENT.items()}
+    for name, value in sorted(base.items()):
+        if name in fields:
+            wanted = settings.source(fields[name]) == f"environment {name}"
+        elif name.startswith(PREFIX):
+            wanted = bool(value)
+        elif name.startswith((*ENVIRONMENT_PREFIXES, *DEVICE_PREFIXES)):
+            wanted = not left_out(name, value)
+        else:
+            wanted = name in PLACES and bool(value)
+        if wanted:
+            found[name] = value
+    return found
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value of a variable is for nobody else's eyes; a file's path and a count of tokens are not."""
+    return any(word in name.upper() for word in SECRET_WORDS) and not name.upper().endswith(("_FILE", "_TOKENS"))
+
+
 def _unit(serve: list[str]) -> str:
     """The unit for `serve` with these words, which are checked first. Raises UsageError."""
     import sys
 
     from llama_phase.cli import app
-    from llama_phase.cli_serve import with_values
-    from llama_phase.config_file import config_files
-    from llama_phase.env import PREFIX, registry
+    from llama_phase.cli_serve import load_settings, with_values
     from llama_phase.errors import UsageError
-    from llama_phase.settings import Settings
     from llama_phase.systemd import unit_text
 
     command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     given = command.make_context("serve", with_values(serve)).params
-    model, upstream = given["model"], given["upstream"] or ()
-    if model is not None and str(model).startswith("-"):
-        model, upstream = None, (str(model), *upstream)
-    settings = Settings.load(model=model, upstream=upstream, files=config_files())
-    environment = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIX) and value}
+    settings = load_settings(**given)
+    environment = carried(settings, os.environ)
     for name in environment:
-        if registry()[name].secret:
+        if is_secret(name):
             raise UsageError(
                 f"{name} would stand in the unit for all to read",
-                fix="unset it and put it into llama-phase.toml (chmod 600), or pass --api-key-file FILE to `serve`",
+                fix="unset it and put it into llama-phase.toml (chmod 600), or pass --api-key-file FILE to `serve`"
+                if name.endswith("API_KEY")
+                else f"unset it: `env -u {name} llama-phase systemd install ...`",
             )
     return unit_text(
         [sys.executable, "-m", "llama_phase.cli", "serve", *serve],

@@ -198,9 +198,7 @@ def test_rollback_by_hand(world: World, detached: Detached) -> None:
     assert any("ROLLED BACK" in line for line in summary(detached.status))
 
 
-def test_rollback_to_what_cannot_be_loaded_is_refused_and_what_serves_goes_on(
-    world: World, detached: Detached
-) -> None:
+def test_rollback_to_what_cannot_be_loaded_is_refused_and_what_serves_goes_on(world: World, detached: Detached) -> None:
     detached.start("--ctx", "4096")
     _ask(detached)
     assert detached.stop()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from llama_phase.env import child_environment
 from llama_phase.errors import (
@@ -25,7 +26,7 @@ from llama_phase.errors import (
     UsageError,
 )
 from llama_phase.exit_meaning import ENGINE_REFUSED_ENVIRONMENT
-from llama_phase.settings import Settings
+from llama_phase.settings import UPSTREAM_ENVIRONMENT, Settings
 from llama_phase.systemd import Notifier, unit_text, watchdog_period_s
 
 ROOT = Path(__file__).parent.parent
@@ -152,6 +153,47 @@ def test_install_writes_a_unit_that_systemd_accepts(tmp_path: Path) -> None:
         assert "llama-phase.service" not in verified.stderr, verified.stderr
 
 
+@pytest.mark.parametrize("field", sorted(UPSTREAM_ENVIRONMENT))
+def test_what_the_settings_were_taken_from_is_in_the_unit_or_refused(tmp_path: Path, field: str) -> None:
+    """A service does not have the environment of the shell that wrote its unit."""
+    name, value = UPSTREAM_ENVIRONMENT[field], {"model": "m.gguf", "host": "::1"}.get(field, "4096")
+    model = [] if field == "model" else ["--", "m.gguf"]
+    done = run("--print", *model, cwd=tmp_path, **{name: value})
+    if Settings.model_fields[field].annotation == SecretStr | None:
+        assert done.returncode == 2 and name in done.stderr
+    else:
+        assert done.returncode == 0 and f"Environment={name}={value}" in done.stdout.splitlines(), done.stderr
+
+
+def test_what_decides_how_the_engine_runs_is_in_the_unit(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("s3cret\n")
+    given = {
+        "LLAMA_PHASE_PREFILL_MIN_TOKENS": "100",
+        "LLAMA_ARG_N_GPU_LAYERS": "99",
+        "LLAMA_ARG_SSL_KEY_FILE": "/k.pem",
+        "GGML_CUDA_P2P": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "NVIDIA_TF32_OVERRIDE": "0",
+        "OMP_NUM_THREADS": "4",
+        "HIP_VISIBLE_DEVICES": "0",
+        "LD_LIBRARY_PATH": "/opt/cuda/lib64",
+    }
+    not_taken = {
+        "LLAMA_API_KEY": "s3cret",
+        "LLAMA_ARG_PORT": "7",
+        "LLAMA_TRACE": "0",
+        "LLAMA_PHASE_CTX": "",
+        "EDITOR": "vi",
+    }
+    words = ["--print", "--", "m.gguf", "--port", "9", "--api-key-file", str(key)]
+    done = run(*words, cwd=tmp_path, **given, **not_taken)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert all(f"Environment={name}={value}" in lines for name, value in given.items()), done.stdout
+    assert not any(f"{name}=" in done.stdout for name in not_taken) and "s3cret" not in done.stdout
+
+
 def test_print_writes_nothing(tmp_path: Path) -> None:
     done = run("--print", "--", "m.gguf", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.startswith("[Unit]")
@@ -166,6 +208,8 @@ def test_print_writes_nothing(tmp_path: Path) -> None:
         (["--user", "--", "m.gguf", "--prot", "9"], {}, "--prot"),
         (["--user", "--", "m.gguf", "--", "--api-key", "s3cret"], {}, "LLAMA_PHASE_API_KEY"),
         (["--user", "--", "m.gguf"], {"LLAMA_PHASE_API_KEY": "s3cret"}, "chmod 600"),
+        (["--user", "--", "m.gguf"], {"LLAMA_API_KEY": "s3cret"}, "LLAMA_API_KEY chmod 600"),
+        (["--user", "--", "m.gguf"], {"LLAMA_ARG_SOME_TOKEN": "s3cret"}, "LLAMA_ARG_SOME_TOKEN unset"),
         (["--user", "--name", "a/b", "--", "m.gguf"], {}, "'a/b'"),
     ],
 )
@@ -173,5 +217,6 @@ def test_what_would_not_serve_is_refused_at_once(
     tmp_path: Path, words: list[str], environment: dict[str, str], said: str
 ) -> None:
     done = run(*words, cwd=tmp_path, **environment)
-    assert done.returncode == 2 and said in done.stderr and "s3cret" not in done.stderr
+    assert done.returncode == 2 and "s3cret" not in done.stderr
+    assert all(part in done.stderr for part in ([said] if said == "model is not given" else said.split())), done.stderr
     assert list(tmp_path.iterdir()) == []
