@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from inspect import Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from llama_phase.cli_serve import load_settings, serve, with_values
 
 if TYPE_CHECKING:
     from llama_phase.settings import Settings
@@ -27,20 +30,29 @@ def _group() -> None:
     pass
 
 
-@config.command()
-def show(
-    model: Annotated[Path | None, typer.Argument(help="GGUF file, as for `serve`.")] = None,
-    upstream: Annotated[list[str] | None, typer.Argument(help="After `--`: flags for llama-server.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
-) -> None:
-    """Show every setting of `serve`, where it comes from, and the environment the server would get."""
-    from llama_phase.config_file import config_files
-    from llama_phase.settings import Settings
+def _as_serve(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with the arguments and options of `serve` before its own."""
+    own = list(signature(command, eval_str=True).parameters.values())
+    taken = list(signature(serve, eval_str=True).parameters.values())
+    command.__signature__ = Signature([*taken, *own[:-1]])  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in [*taken, *own[:-1]]}
+    return command
 
-    if model is not None and str(model).startswith("-"):  # `config show -- -ub 256`
-        model, upstream = None, [str(model), *(upstream or [])]
+
+@config.command()
+@_as_serve
+def show(
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    **options: Any,
+) -> None:
+    """Show every setting of `serve`, where it comes from, and the environment the server would get.
+
+    It takes the arguments and options of `serve`, none of them needed.
+    """
+    from llama_phase.config_file import config_files
+
     files = config_files()
-    settings = Settings.load(model=model, upstream=upstream or (), files=files, model_needed=False)
+    settings = load_settings(**options, model_needed=False)
     facts = describe(settings, files, os.environ)
     if as_json:
         print(json.dumps(facts, indent=2))
@@ -51,7 +63,8 @@ def show(
     for name, row in facts["settings"].items():
         value = " ".join(row["value"]) if isinstance(row["value"], list) else row["value"]
         print(f"{name:{width}}  {'' if value is None else value}  ({row['source']})")
-    print("flags of the server:\n  " + " ".join(facts["argv"]))
+    without = "" if settings.source("model") != "default" else " (no model is given)"
+    print(f"flags of the server{without}:\n  " + " ".join(facts["argv"]))
     print("environment of the server (the rest is this shell's):")
     for name, value in facts["environment"].items():
         print(f"  {name}={value}")
@@ -62,7 +75,7 @@ def show(
 def describe(settings: Settings, files: list[Path], base: Mapping[str, str]) -> dict[str, Any]:
     """Settings by name with value and source, argv, environment of the server and what is left out of it.
 
-    Secrets are shown as `(set)`.
+    Secrets are shown as `(set)`. Without a model argv has none either.
     """
     from llama_phase.env import PREFIX, child_environment, left_out
     from llama_phase.settings import argv
@@ -72,7 +85,10 @@ def describe(settings: Settings, files: list[Path], base: Mapping[str, str]) -> 
         rows[name] = {"value": value, "source": settings.source(name)}
     if settings.api_key is not None:
         rows["api_key"]["value"] = "(set)"
+    flags = argv(settings)
     if settings.source("model") == "default":
+        at = flags.index("-m")
+        del flags[at : at + 2]
         rows["model"] = {"value": None, "source": "not given"}
     child = child_environment(settings, base)
     shown = {name: value for name, value in sorted(child.items()) if name.startswith(SHOWN_PREFIXES)}
@@ -83,7 +99,7 @@ def describe(settings: Settings, files: list[Path], base: Mapping[str, str]) -> 
     return {
         "files": [str(path) for path in files],
         "settings": rows,
-        "argv": argv(settings),
+        "argv": flags,
         "environment": shown,
         "left_out": {name: why for name, why in reasons.items() if why and name not in child},
     }
@@ -99,7 +115,9 @@ def _systemd_group() -> None:
 
 @systemd.command()
 def install(
-    serve: Annotated[list[str] | None, typer.Argument(help="After `--`: what you would type after `serve`.")] = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[SERVE]...", help="After `--`: what you would type after `serve`.")
+    ] = None,
     user: Annotated[bool, typer.Option("--user", help="For this user (the only kind).")] = False,
     show_only: Annotated[bool, typer.Option("--print", help="Print the unit, write nothing.")] = False,
     name: Annotated[str, typer.Option(help="Name of the unit.")] = "llama-phase",
@@ -116,7 +134,7 @@ def install(
         raise UsageError("units are written for one user", fix="add --user, or --print and put the unit where you like")
     if not name or "/" in name or not name.isprintable() or " " in name:
         raise UsageError(f"{name!r} is no name for a unit", fix="use letters, digits and -: --name llama-phase")
-    text = _unit(serve or [])
+    text = _unit(words or [])
     if show_only:
         print(text, end="")
         return
@@ -160,17 +178,16 @@ def is_secret(name: str) -> bool:
     return any(word in name.upper() for word in SECRET_WORDS) and not name.upper().endswith(("_FILE", "_TOKENS"))
 
 
-def _unit(serve: list[str]) -> str:
+def _unit(words: list[str]) -> str:
     """The unit for `serve` with these words, which are checked first. Raises UsageError."""
     import sys
 
     from llama_phase.cli import app
-    from llama_phase.cli_serve import load_settings, with_values
     from llama_phase.errors import UsageError
     from llama_phase.systemd import unit_text
 
     command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    given = command.make_context("serve", with_values(serve)).params
+    given = command.make_context("serve", with_values(words)).params
     settings = load_settings(**given)
     environment = carried(settings, os.environ)
     for name in environment:
@@ -182,7 +199,7 @@ def _unit(serve: list[str]) -> str:
                 else f"unset it: `env -u {name} llama-phase systemd install ...`",
             )
     return unit_text(
-        [sys.executable, "-m", "llama_phase.cli", "serve", *serve],
+        [sys.executable, "-m", "llama_phase.cli", "serve", *words],
         folder=Path.cwd(),
         description=f"llama-phase serving {settings.model.name}",
         environment=environment,

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
+from llama_phase.cli import app
 from llama_phase.cli_config import describe
 from llama_phase.config_file import FILE_NAME, config_files
 from llama_phase.env import child_environment
@@ -196,6 +198,35 @@ def test_show_hides_secrets_and_says_what_the_server_does_not_get() -> None:
     assert facts["environment"]["HF_TOKEN"] == facts["environment"]["LLAMA_API_KEY"] == "(set)"
     assert set(facts["left_out"]) == {"GGML_CUDA_P2P", "LLAMA_TRACE", "LLAMA_ARG_PORT"}
     assert facts["settings"]["api_key"] == {"value": "(set)", "source": "flag"}
+
+
+def show(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llama_phase.cli", "config", "show", *words]
+    base = os.environ | {"XDG_CONFIG_HOME": str(cwd / "none")}
+    return subprocess.run(command, env=base, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_config_show_takes_every_option_of_serve() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    shown = {word for parameter in commands["config"].commands["show"].params for word in parameter.opts}
+    assert {word for parameter in commands["serve"].params for word in parameter.opts} <= shown
+
+
+def test_config_show_names_a_flag_as_the_source(tmp_path: Path) -> None:
+    words = ["m.gguf", "--slots", "4", "--grace", "7", "--no-rollback", "--mtp", "--json", "--", "-ub", "256"]
+    done = show(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    values = {"expert_slots": 4, "grace_s": 7, "rollback": False, "mtp": "auto", "model": "m.gguf"}
+    assert all(facts["settings"][name] == {"value": value, "source": "flag"} for name, value in values.items())
+    assert facts["settings"]["ubatch"] == {"value": 256, "source": "upstream flag -ub"}
+    assert facts["argv"][:2] == ["-m", "m.gguf"]
+
+
+def test_config_show_without_a_model_says_so(tmp_path: Path) -> None:
+    assert "-m" not in json.loads(show("--json", "--", "-ub", "256", cwd=tmp_path).stdout)["argv"]
+    text = show(cwd=tmp_path).stdout
+    assert "no model is given" in text and "-m ." not in text
 
 
 @pytest.mark.parametrize("as_json", [False, True])
