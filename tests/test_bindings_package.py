@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -78,21 +79,44 @@ def test_the_plain_package_needs_no_compiler(tmp_path: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
 
 
+SLOTS = ("phases.ipynb",)
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb"))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(bindings: Path, model_path, tmp_path: Path, name: str) -> None:
     """As they are, on the tiny model; a notebook's cells in turn."""
+    done = example(name, tmp_path, model_path("qwen3moe"))
+    assert done.returncode == 0, done.stderr
+    assert "entered" in done.stdout + done.stderr and "left" in done.stdout + done.stderr
+    assert name not in SLOTS or re.search(r"[1-9]\d* looked up, [1-9]\d* copied", done.stdout), "there are slots to see"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_say_what_is_missing(bindings: Path, tmp_path: Path, name: str) -> None:
+    """An argument, the model's file, the file of a prompt: a sentence, never a traceback."""
+    absent = tmp_path / "none.gguf"
+    for words, said in (([], "usage: "), ([absent], "fix: "), (["m.gguf", absent], "error: ")):
+        if name.endswith(".ipynb"):
+            words, said = [absent], "fix: "
+        done = example(name, tmp_path, *words)
+        assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_use_a_gpu_where_there_is_one(name: str) -> None:
+    """Nothing is offloaded by default in either binding."""
+    assert re.search(r"gpu_layers\W+-1\b", (ROOT / "examples" / name).read_text())
+
+
+def example(name: str, folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run one; the model of a notebook is the first word."""
     path = ROOT / "examples" / name
-    model = model_path("qwen3moe")
+    environ = clean_environment({"PYTHONPATH": str(ROOT)} | ({"EXAMPLE_MODEL": str(words[0])} if words else {}))
     if path.suffix == ".ipynb":
         cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
         assert not any(cell["outputs"] for cell in cells), "saved with outputs"
-        path = tmp_path / "cells.py"
+        path = folder / "cells.py"
         path.write_text("\n".join("".join(cell["source"]) for cell in cells))
-    environ = clean_environment({"PYTHONPATH": str(ROOT), "EXAMPLE_MODEL": str(model)})
-    command = [sys.executable, path, model]
-    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "entered" in done.stdout + done.stderr and "left" in done.stdout + done.stderr
+    command = [sys.executable, path, *words]
+    return subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, timeout=120)
