@@ -197,6 +197,7 @@ class Conversations:
         except (ValueError, TypeError):
             raise ValueError("its description is not complete") from None
         state = self._state(slot)
+        state.chmod(0o600)  # one that the server made by itself
         reason = distrust(saved, self._identity, n_slots, state.stat().st_size)
         if reason or saved.slot != slot:
             raise ValueError(reason or "its description is of another slot")

@@ -262,7 +262,8 @@ def roll_back(folder: Path, number: int | None, say: Say) -> Record:
     if status is not None and status.configuration == record.configuration.fingerprint:
         say(f"configuration {record.configuration.fingerprint} is served already")
         return record
-    check_files(record.configuration)
+    with contextlib.suppress(OSError):  # it is ending, or another user's: nothing will come of the request
+        check_files(record.configuration, Path(os.readlink(f"/proc/{holder.pid}/cwd")))
     put_request(folder, record.configuration.fingerprint)
     signal_holder(holder, CHANGE_SIGNAL)
     say(f"changing to configuration {record.configuration.fingerprint} ({record.configuration.model})")

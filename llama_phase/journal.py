@@ -48,12 +48,13 @@ def good_configurations(records: list[Record]) -> list[Record]:
     return sorted(good, key=lambda record: -record.number)
 
 
-def check_files(configuration: Configuration) -> None:
-    """Raise ModelError for a model or draft of a configuration that served once and cannot be loaded now."""
+def check_files(configuration: Configuration, folder: Path) -> None:
+    """Raise ModelError for a model or draft of a configuration that served once and cannot be loaded now by a process
+    whose current folder is `folder`."""
     check_model(Path(str(configuration.settings["model"])))
     draft = flag_value(tuple(map(str, configuration.settings.get("upstream") or ())), DRAFT_MODEL)
     if draft:
-        check_model(Path(draft), draft=True)
+        check_model(folder / draft, draft=True)
 
 
 class Journal:

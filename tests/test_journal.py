@@ -7,13 +7,15 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from fake_gguf import write_gguf
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from llama_phase.configuration import Configuration, configuration_of, difference, environment_for, settings_for
 from llama_phase.durable_file import Disk, RealDisk
-from llama_phase.journal import KEEP, KEEP_GOOD, Journal
+from llama_phase.errors import ModelError
+from llama_phase.journal import KEEP, KEEP_GOOD, Journal, check_files
 from llama_phase.settings import Settings
 
 A, B, C = (Configuration({"model": f"/m/{name}.gguf"}, {}, "engine") for name in "abc")
@@ -273,3 +275,15 @@ def test_where_it_listens_and_how_it_is_watched_is_no_change(monkeypatch: pytest
     )
     assert fingerprint != configuration_of(one, "e", {"GGML_X": "1"}).fingerprint
     assert fingerprint != configuration_of(one.model_copy(update={"ubatch": 3}), "e", {}).fingerprint
+
+
+def test_files_are_looked_for_where_the_supervisor_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    model = str(write_gguf(tmp_path / "m.gguf"))
+    with_draft = Configuration({"model": model, "upstream": ["-md", "d.gguf"]}, {}, "")
+    check_files(Configuration({"model": model}, {}, ""), tmp_path)
+    with pytest.raises(ModelError, match=r"d\.gguf"):
+        check_files(with_draft, tmp_path)
+    write_gguf(tmp_path / "d.gguf")
+    check_files(with_draft, tmp_path)
