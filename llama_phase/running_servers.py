@@ -55,7 +55,7 @@ def write_record(folder: Path, pid: int) -> Path | None:
     """Record server `pid` as owned by this process. None when the folder cannot be written: only reaping is lost."""
     path = folder / f"{pid}.json"
     record = {"pid": pid, "birth": birth_of(pid), "owner": os.getpid(), "owner_birth": birth_of(os.getpid())}
-    record |= {"boot": boot_id(), "output": _outputs(pid)[:1]}
+    record |= {"boot": boot_id(), "output": _outputs(pid)}
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.write_text(json.dumps(record), encoding="utf-8")

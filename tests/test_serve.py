@@ -463,17 +463,14 @@ def test_l3_l4_only_orphans_of_ours_are_reaped(tmp_path: Path) -> None:
 
 def test_what_is_left_of_a_group_is_reaped_without_its_leader(tmp_path: Path) -> None:
     """A script that does not `exec` the server dies with the supervisor; the server in its group does not."""
-    script = f'{sys.executable} -c "import time; time.sleep(600)" & echo $! >&2; wait'
+    script = f'{sys.executable} -c "import time; time.sleep(600)" & wait'
     left: dict[str, tuple[int, int]] = {}
     try:
         for name in ("ours", "owned", "another's"):
             with (tmp_path / name).open("w") as out:
-                leader = subprocess.Popen(
-                    ["sh", "-c", script], start_new_session=True, stdout=out, stderr=subprocess.PIPE
-                )
-            assert leader.stderr is not None
-            member = int(leader.stderr.readline())
-            until(lambda member=member: running_servers.birth_of(member), "the member runs")  # type: ignore[misc]
+                leader = subprocess.Popen(["sh", "-c", script], start_new_session=True, stdout=out, stderr=out)
+            until(psutil.Process(leader.pid).children, "the member runs")
+            member = psutil.Process(leader.pid).children()[0].pid
             record = running_servers.write_record(tmp_path / "running", leader.pid)
             assert record is not None
             about = json.loads(record.read_text())
@@ -484,7 +481,6 @@ def test_what_is_left_of_a_group_is_reaped_without_its_leader(tmp_path: Path) ->
             record.write_text(json.dumps(about))
             leader.kill()
             leader.wait()
-            leader.stderr.close()
             left[name] = (leader.pid, member)
         assert running_servers.reap_orphans(tmp_path / "running") == [left["ours"][0]]
         assert gone(left["ours"][1]), "it returns when nothing is left"
