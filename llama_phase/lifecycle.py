@@ -72,6 +72,7 @@ class Lifecycle:
         self._alive = False  # between Start and its Ended or Gone
         self._loaded = self._ever_loaded = False
         self._next: Configuration | None = None  # by hand, once the present one is gone
+        self._on_trial = False  # changed to by hand and not ready yet, with one to go back to: no time is lost on it
         self._ready_s = self._start_s = 0.0
         self._noted = False
 
@@ -109,7 +110,7 @@ class Lifecycle:
             self._loaded = self._ever_loaded = True
             self.status = replace(self.status, load_s=round(now_s - self._start_s, 3))
         elif isinstance(event, Proved) and self.state is State.STARTING and self._loaded:
-            self._ready_s, self._noted = now_s, False
+            self._ready_s, self._noted, self._on_trial = now_s, False, False
             self._enter(State.READY, now_s, probe_s=event.probe_s)
         elif isinstance(event, Served) and self.state is State.READY:
             return self._note_served()
@@ -158,6 +159,8 @@ class Lifecycle:
         proved = self.state is State.READY or self.serving.fingerprint in self._good
         if proved and to.fingerprint != self.serving.fingerprint:
             self._fallback = self.serving
+        back = self._fallback
+        self._on_trial = self.policy.rollback and back is not None and back.fingerprint != to.fingerprint
 
     def _gone(self, now_s: float) -> list[Action]:
         if not self._alive:
@@ -180,7 +183,7 @@ class Lifecycle:
             self._in_a_row = 0
         self._in_a_row += 1
         self.status = replace(self.status, failure=failure, server_pid=None, server_birth_s=None)
-        known_good = self.serving.fingerprint in self._good
+        known_good = self.serving.fingerprint in self._good and not self._on_trial
         final = failure.deterministic and not (known_good and failure.kind in crash.MAY_PASS)
         if failure.kind == "port":
             final = not self._ever_loaded  # somebody else's port, before we ever had it
@@ -226,6 +229,7 @@ class Lifecycle:
 
     def _switch(self, to: Configuration, rollback: Rollback) -> list[Action]:
         self.serving, self._in_a_row = to, 0
+        self._on_trial = self._on_trial and rollback.by_hand
         self.status = replace(
             self.status,
             rollbacks=self.status.rollbacks + 1,
