@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import bundle
 import pytest
 
-import bundle
 from llama_phase.source import LOCK
 
 ROOT = Path(__file__).resolve().parent.parent
