@@ -156,13 +156,14 @@ def carried(settings: Settings, base: Mapping[str, str]) -> dict[str, str]:
     from llama_phase.configuration import ENVIRONMENT_PREFIXES
     from llama_phase.env import PREFIX, left_out
     from llama_phase.settings import UPSTREAM_ENVIRONMENT
+    from llama_phase.upstream_flags import FLAG_ENVIRONMENT
 
     found = {}
     fields = {variable: field for field, variable in UPSTREAM_ENVIRONMENT.items()}
     for name, value in sorted(base.items()):
         if name in fields:
             wanted = settings.source(fields[name]) == f"environment {name}"
-        elif name.startswith(PREFIX):
+        elif name.startswith(PREFIX) or name in FLAG_ENVIRONMENT:
             wanted = bool(value)
         elif name.startswith((*ENVIRONMENT_PREFIXES, *DEVICE_PREFIXES)):
             wanted = not left_out(name, value)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_phase.errors import UsageError
 from llama_phase.settings import Settings
-from llama_phase.supervisor_status import SupervisorStatus
+from llama_phase.supervisor_status import SupervisorStatus, now_s
 from llama_phase.upstream_flags import SLOT_SAVE_PATH, flag_value
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ class PortStandin(Companion):
         self.close()
         self._standin = standin_for(settings)
         reason = status.failure.kind.replace("_", " ") if status.failure else "it ended"
-        # both of the supervisor's own clock, which the time of day may have left behind
-        wait_s = 0.0 if status.restart_at_s is None else status.restart_at_s - status.since_s
+        wait_s = 0.0 if status.restart_at_s is None else status.restart_at_s - now_s(status)
         self._standin.say(f"the server is being restarted: {reason}", wait_s)
         self._standin.open()
 

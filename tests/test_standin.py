@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ from engine_server import EngineServer, wait_until
 from llama_phase import standin as standin_module
 from llama_phase.companions import PortStandin
 from llama_phase.port import check_port, free_port
+from llama_phase.running_servers import birth_of
 from llama_phase.settings import Settings
 from llama_phase.standin import Standin, standin_for, tls_of
 from llama_phase.supervisor_status import SupervisorStatus
@@ -144,7 +146,14 @@ def test_when_to_ask_again_does_not_depend_on_the_time_of_day() -> None:
     settings = Settings.load(model="m.gguf", port=free_port(HOST))
     companion = PortStandin()
     for since_s in (1000.0, time.time(), time.time() + 1e6):
-        status = SupervisorStatus(state="starting", since_s=since_s, restart_at_s=since_s + 41.5)
+        status = SupervisorStatus(
+            state="starting",
+            since_s=since_s,
+            restart_at_s=since_s + 41.5,
+            supervisor_pid=os.getpid(),
+            supervisor_birth_s=birth_of(os.getpid()) or 0.0,
+            clock_offset_s=since_s - time.monotonic(),
+        )
         companion.waiting(settings, status)
         try:
             answer = httpx.get(f"{settings.base_url}/health")
