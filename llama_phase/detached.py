@@ -58,26 +58,27 @@ def start(settings: Settings, words: Sequence[str], say: Say) -> None:
         )
     try:
         _wait_held(child, folder)
-    except KeyboardInterrupt:  # `down` would not find it yet
-        child.terminate()
-        child.wait()
-        say("not started")
-        raise
-    say(f"supervisor started (pid {child.pid}), log: {log}")
-    try:
+        say(f"supervisor started (pid {child.pid}), log: {log}")
         _wait_ready(child, folder, log, begin, say)
     except KeyboardInterrupt:
-        say("still starting in the background; `llama-phase status --watch` shows it, `llama-phase down` ends it")
+        if _holds(child, folder):
+            say("still starting in the background; `llama-phase status --watch` shows it, `llama-phase down` ends it")
+        else:  # `down` would not find it yet
+            child.terminate()
+            child.wait()
+            say("not started")
         raise
 
 
 def _wait_held(child: subprocess.Popen[bytes], folder: Path) -> None:
     """Until the child holds the folder, where other commands find it, or has ended."""
-    while child.poll() is None:
-        holder = quietly(lambda: read_holder(folder))
-        if holder is not None and holder.pid == child.pid:
-            return
+    while child.poll() is None and not _holds(child, folder):
         time.sleep(LOOK_S)
+
+
+def _holds(child: subprocess.Popen[bytes], folder: Path) -> bool:
+    holder = quietly(lambda: read_holder(folder))
+    return holder is not None and holder.pid == child.pid
 
 
 def _wait_ready(child: subprocess.Popen[bytes], folder: Path, log: Path, begin: int, say: Say) -> None:
