@@ -24,7 +24,7 @@ STOCK_BIN = Path(os.environ.get("TEST_STOCK_BIN", ROOT / "build/stock/cpu/bin"))
 
 DECODE_UBATCH = 126  # no multiple of a kernel tile, so that a wrong split shows in the logprobs
 PREFILL_UBATCH = 512
-MIN_TOKENS = 2 * DECODE_UBATCH  # PREFILL_MIN_TOKENS=auto, which is at least 240
+MIN_TOKENS = max(5 * DECODE_UBATCH // 4, 240)  # PREFILL_MIN_TOKENS=auto
 
 NO_CUTS = ("--ctx-checkpoints", "0")  # a server cuts the prompts of some models for checkpoints
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_server import PHASE_BIN, ROOT, clean_environment, phase_environment
+from engine_server import MIN_TOKENS, PHASE_BIN, ROOT, clean_environment, phase_environment
 from synth.gguf_file import llama_cpp_dir, use_gguf_py
 
 pytestmark = pytest.mark.engine
@@ -265,8 +265,8 @@ def test_two_contexts_over_one_model(run: Run) -> None:
             context = int(command[-1])
         elif command.startswith("decode"):
             n = int(command.split(":")[1])
-            assert (result, state["phase"]) == (0, "prefill" if n >= 252 else "decode")
-            if n < 252:  # the last layer computes one token of each batch
+            assert (result, state["phase"]) == (0, "prefill" if n >= MIN_TOKENS else "decode")
+            if n < MIN_TOKENS:  # the last layer computes one token of each batch
                 n_looked_up[context] += n_used * (n * (n_layer - 1) * (n <= 2) + 1)
         elif command == "scores":
             scores[context].append(result)
