@@ -306,6 +306,13 @@ void phase_context::pool_host_buffers() {
     }
 }
 
+// `sizes` may be null.
+static void keep_most(size_t * sizes, const std::vector<size_t> & others) {
+    for (size_t i = 0; sizes && i < others.size(); ++i) {
+        sizes[i] = std::max(sizes[i], others[i]);
+    }
+}
+
 // A micro-batch of prompts. `sizes`: nothing is allocated, but the bytes for each backend are put there.
 bool phase_context::plan_prompts(const llama_memory_context_i * mctx, size_t * sizes) {
     const uint32_t n_seqs    = ctx.cparams.n_seq_max;
@@ -320,9 +327,7 @@ bool phase_context::plan_prompts(const llama_memory_context_i * mctx, size_t * s
     }
     std::vector<size_t> of_one(ctx.backend_ptrs.size());
     const bool planned = ctx.graph_reserve(n_tokens, 1, n_outputs, mctx, sizes != nullptr, sizes ? of_one.data() : nullptr);
-    for (size_t i = 0; sizes && i < of_one.size(); ++i) {
-        sizes[i] = std::max(sizes[i], of_one[i]);
-    }
+    keep_most(sizes, of_one);
     return planned;
 }
 
@@ -342,9 +347,7 @@ bool phase_context::plan_prefill(const llama_memory_context_i * mctx, size_t * s
     } cut_down { plans_writes };
     plans_writes = true;
     const bool planned = plan_prompts(mctx, sizes);
-    for (size_t i = 0; sizes && i < of_drafts.size(); ++i) {
-        sizes[i] = std::max(sizes[i], of_drafts[i]);
-    }
+    keep_most(sizes, of_drafts);
     return planned;
 }
 

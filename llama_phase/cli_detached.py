@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,8 +60,7 @@ def status(
             return json.dumps({"error": str(error), "fix": error.fix}, indent=1) if as_json else f"error: {error}"
 
     if watch:
-        with _while_read():
-            _watch(now, as_json)
+        _watch(now, as_json)
     seen = look(folder) or SupervisorStatus()
     print(text(seen))
     raise typer.Exit(0 if seen.state == "ready" else 1)
@@ -79,9 +75,8 @@ def logs(
     """Show the log of a server."""
     from llama_phase.log_follow import follow as follow_log
 
-    with _while_read():
-        for line in follow_log(_folder(port), lines, follow, supervisor=supervisor):
-            print(line, flush=follow)
+    for line in follow_log(_folder(port), lines, follow, supervisor=supervisor):
+        print(line, flush=follow)
 
 
 def rollback(
@@ -124,17 +119,6 @@ def _list(folder: Path, as_json: bool) -> None:
         if index + 1 < len(good):
             for line in difference(good[index + 1].configuration, record.configuration):
                 print(f"        {line}")
-
-
-@contextlib.contextmanager
-def _while_read() -> Iterator[None]:
-    """Ends quietly, with exit code 0, once nobody reads what is printed."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the buffer still holds
-        raise typer.Exit(0) from None
 
 
 def _watch(text: object, as_json: bool) -> None:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
-from llama_phase.gguf_header import Header, check_model, tensor_bytes
+from llama_phase.gguf_header import LAYER, Header, check_model, tensor_bytes
 
 # what --cpu-moe keeps in host memory (LLM_FFN_EXPS_REGEX of the pinned source)
 _HOST_EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
 # what the engine copies into slots and ring
 _SLOT_WEIGHTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_exps\.weight$")
-_LAYER = re.compile(r"^blk\.(\d{1,9})\.(.+)$")
 # read by rows before the first layer, so llama.cpp leaves them in host memory
 _INPUT = re.compile(r"^(token_embd|token_types|position_embd|per_layer_token_embd|per_layer_embd)")
 # state laid out in another way than the ssm.* keys say
@@ -116,7 +115,7 @@ def model_facts(headers: Sequence[Header]) -> ModelFacts:
     by_layer: dict[int, dict[str, int]] = {}
     outside: dict[str, int] = {}
     for name, size in sizes.items():
-        match = _LAYER.match(name)
+        match = LAYER.match(name)
         if match:
             by_layer.setdefault(int(match[1]), {})[name] = size
         else:

@@ -36,7 +36,7 @@ _BLOCKS = {
     23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2),
     34: (256, 54), 35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18), 42: (64, 18),
 }  # fmt: skip
-_LAYER = re.compile(r"^blk\.(\d{1,9})\.")
+LAYER = re.compile(r"^blk\.(\d{1,9})\.(.+)$")  # name of a layer's tensor: number, the rest
 _SHARD_NAME = re.compile(r"^(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
 _REDOWNLOAD = "download the file again"
 _LOOKS_LIKE = (
@@ -284,7 +284,7 @@ def _missing(path: Path) -> bool:
 def _check_contents(header: Header, names: set[str], draft: bool) -> None:
     nextn = header.number("nextn_predict_layers")
     trunk = header.number("block_count") - nextn
-    has_trunk = any(int(match[1]) < trunk for match in map(_LAYER.match, names) if match)
+    has_trunk = any(int(match[1]) < trunk for match in map(LAYER.match, names) if match)
     if nextn > 0 and not has_trunk:
         if not draft:
             raise ModelError(

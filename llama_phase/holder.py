@@ -65,10 +65,13 @@ def read_holder(folder: Path) -> Holder | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise LlamaPhaseError(
-            f"may not read {path}: {error.strerror}", fix="ask as the user who started the supervisor"
-        ) from None
+        raise may_not_read(path, error) from None
     raise LlamaPhaseError(f"a process holds {path}, which does not say who", fix=f"`fuser {path}` names it")
+
+
+def may_not_read(path: Path, error: OSError) -> LlamaPhaseError:
+    """The error for what a supervisor keeps and this user cannot look at: that it is not there would be a guess."""
+    return LlamaPhaseError(f"may not read {path}: {error.strerror}", fix="ask as the user who started the supervisor")
 
 
 def _parse(content: bytes) -> Holder | None:

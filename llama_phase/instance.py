@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llama_phase.errors import LlamaPhaseError, UsageError
-from llama_phase.holder import Holder, read_holder
+from llama_phase.holder import Holder, may_not_read, read_holder
 from llama_phase.tree import write_atomically
 
 if TYPE_CHECKING:
@@ -74,9 +74,7 @@ def _names(folder: Path) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise LlamaPhaseError(
-            f"may not read {folder}: {error.strerror}", fix="ask as the user who started the supervisor"
-        ) from None
+        raise may_not_read(folder, error) from None
 
 
 def signal_holder(holder: Holder, number: signal.Signals) -> bool:

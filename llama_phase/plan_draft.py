@@ -76,7 +76,7 @@ def not_planned(settings: Settings, model: ModelFacts) -> str:
         return "the draft is a download, whose size is not known yet"
     if draft is None:
         return ""
-    if any(normalise(word) in DRAFT_OVERRIDE for word in settings.upstream):
+    if given & set(DRAFT_OVERRIDE):
         return "plans do not read the patterns of -otd"
     layers = flag_value(settings.upstream, DRAFT_NGL) or ""
     if layers.isdigit() and 0 < int(layers) <= len(draft.layers):

@@ -12,6 +12,8 @@ import psutil
 
 from llama_phase.errors import PortBusy, UsageError
 
+PORT_FLAG = "--port N (0: any free one)"
+
 
 def check_port(hosts: Iterable[str], port: int) -> None:
     """Raise PortBusy when `port` is taken on one of `hosts`, UsageError when it cannot be bound for another reason.
@@ -56,7 +58,7 @@ def _listen(host: str, port: int) -> socket.socket:
         if probe is not None:
             probe.close()
         if error.errno == errno.EADDRINUSE:
-            raise port_busy(host, port, flag="--port N (0: any free one)") from None
+            raise port_busy(host, port, flag=PORT_FLAG) from None
         raise UsageError(
             f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}",
             fix="choose another --host or --port",

@@ -28,7 +28,7 @@ from llama_phase.env import child_environment
 from llama_phase.errors import LlamaPhaseError, MissingPrerequisite, ServerStartError, UsageError
 from llama_phase.gguf_header import check_model
 from llama_phase.lifecycle_terms import State
-from llama_phase.port import check_port, free_port, listens, port_busy
+from llama_phase.port import PORT_FLAG, check_port, free_port, listens, port_busy
 from llama_phase.settings import Settings, argv
 from llama_phase.speculation import with_speculation
 from llama_phase.stall_watch import StallWatch, Vitals
@@ -177,7 +177,7 @@ class Server:
     def explain(self, returncode: int, lines: list[str], *, was_ready: bool) -> LlamaPhaseError:
         """The error for an end by itself."""
         if not was_ready and exit_meaning.bind_failed(lines):
-            return port_busy(self.settings.tcp_hosts[0], self.settings.port, flag="--port N (0: any free one)")
+            return port_busy(self.settings.tcp_hosts[0], self.settings.port, flag=PORT_FLAG)
         return exit_meaning.explain_exit(returncode, lines, was_ready=was_ready, log=str(self.log_path))
 
     def stop(self, *, hurry: Callable[[], bool] = lambda: False) -> None:

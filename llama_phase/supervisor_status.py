@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_phase.errors import LlamaPhaseError
+from llama_phase.holder import may_not_read
 from llama_phase.running_servers import same_process
 from llama_phase.tree import write_atomically
 
@@ -113,9 +114,7 @@ def read_status(folder: Path) -> SupervisorStatus | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise LlamaPhaseError(
-            f"may not read {path}: {error.strerror}", fix="ask as the user who started the supervisor"
-        ) from None
+        raise may_not_read(path, error) from None
     except (ValueError, TypeError, AttributeError):
         raise LlamaPhaseError(
             f"{path} is no whole status that this version can read",
