@@ -61,8 +61,11 @@ void phase_cuda_prefetch_free(phase_prefetch_side & side);
 // the call only. cudaErrorInvalidValue: too many experts.
 cudaError_t phase_cuda_fill(const phase_fetch_op & op, int32_t * state, const phase_fill & list, cudaStream_t stream);
 
-// Queues one kernel that copies the pieces. cudaErrorInvalidValue: none, or more than PHASE_UPLOAD_PIECES.
-cudaError_t phase_cuda_upload(const phase_upload_piece * pieces, int32_t n, cudaStream_t stream);
+// Queues one kernel that copies the pieces; not to be captured. cudaErrorInvalidValue: none, or more than PHASE_UPLOAD_PIECES.
+cudaError_t phase_cuda_upload(phase_upload_side & side, const phase_upload_piece * pieces, int32_t n, cudaStream_t stream);
+
+// Frees what the first upload made. None may be in flight.
+void phase_cuda_upload_free(phase_upload_side & side);
 
 bool phase_cuda_can_use_pdl();
 

@@ -232,11 +232,12 @@ const phase_backend_api * phase_cuda_backend_api() {
         /*.kv_rows_reset =*/ phase_cuda_kv_rows_reset,
         /*.kv_rows_count =*/ phase_cuda_kv_rows_count,
         /*.set_select    =*/ phase_cuda_set_select,
-        /*.upload        =*/ [](void * backend, const phase_upload_piece * pieces, int32_t n) {
+        /*.upload        =*/ [](void * backend, phase_upload_side * side, const phase_upload_piece * pieces, int32_t n) {
             auto & ctx = *(ggml_backend_cuda_context *) ((ggml_backend_t) backend)->context;
             ggml_cuda_set_device(ctx.device);
-            CUDA_CHECK(phase_cuda_upload(pieces, n, ctx.stream()));
+            CUDA_CHECK(phase_cuda_upload(*side, pieces, n, ctx.stream()));
         },
+        /*.upload_free   =*/ [](phase_upload_side * side) { phase_cuda_upload_free(*side); },
     };
     return &api;
 }

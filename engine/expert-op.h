@@ -133,6 +133,12 @@ struct phase_fill {
     phase_op_counters * counters = nullptr; // looked_up: experts in the list; missed: copied
 };
 
+// What a context's uploads to one device keep from one to the next.
+struct phase_upload_side {
+    // Owned by the backend's implementation: created by the first upload, freed by phase_backend_api.upload_free.
+    void * backend_state = nullptr;
+};
+
 // The second stream of a context on one device.
 struct phase_prefetch_side {
     // Owned by the backend's implementation: created by the first prefetch, freed by phase_backend_api.prefetch_free.
@@ -251,7 +257,8 @@ struct phase_backend_api {
 
     // Queues on the backend instance the copies of at most PHASE_UPLOAD_PIECES pieces from memory of host_alloc. The pieces are read
     // during the call, their memory when the device gets there.
-    void (*upload)(void * backend, const phase_upload_piece * pieces, int32_t n);
+    void (*upload)(void * backend, phase_upload_side * side, const phase_upload_piece * pieces, int32_t n);
+    void (*upload_free)(phase_upload_side * side); // when none of them runs any more
 };
 
 // words of a layer's state

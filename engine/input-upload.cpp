@@ -16,12 +16,14 @@ struct input_upload::device_stage {
     ggml_backend_t            backend = nullptr;
     const phase_backend_api * api     = nullptr;
     void                    * memory  = nullptr;
+    phase_upload_side         side;
 
     std::unique_ptr<upload_stage> stage;
 
     ~device_stage() {
         if (memory) {
             ggml_backend_synchronize(backend);
+            api->upload_free(&side);
             api->host_free(memory);
         }
     }
@@ -43,7 +45,7 @@ std::unique_ptr<input_upload> input_upload::create(const std::vector<ggml_backen
             continue;
         }
         device->stage = std::make_unique<upload_stage>((uint8_t *) device->memory, STAGE_BYTES, upload_stage_effects {
-            [api, backend](const phase_upload_piece * pieces, int32_t n) { api->upload(backend, pieces, n); },
+            [device = device.get()](const phase_upload_piece * pieces, int32_t n) { device->api->upload(device->backend, &device->side, pieces, n); },
             [backend] { ggml_backend_synchronize(backend); },
         });
         upload->stages.push_back(std::move(device));

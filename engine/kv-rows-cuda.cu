@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <vector>
 
 namespace {
 
@@ -371,16 +372,21 @@ const char * phase_cuda_kv_rows_new(int device, const phase_kv_rows_shape & shap
     rows->turns  = (uint32_t *) ((uint8_t *) rows->totals + 256);
     rows->state  = phase_kv_rows_state_at((int32_t *) ((uint8_t *) rows->totals + totals), shape.n_rows, shape.n_slots);
     static_assert(sizeof(*rows->totals) <= 256 && PHASE_CUDA_KV_ROWS_BLOCKS*sizeof(*rows->turns) <= 256, "totals and turns");
-    error = cudaMemset(rows->zeros, 0, zeros + totals);
+    std::vector<int32_t> tables(words/sizeof(int32_t));
+    block_group g { 0, 1 };
+    phase_kv_rows_clear(g, phase_kv_rows_state_at(tables.data(), shape.n_rows, shape.n_slots));
+    error = cudaMemsetAsync(base, 0, k_size + v_size + zeros + totals, cudaStreamPerThread);
     if (error == cudaSuccess) {
-        error = cudaMemset(base, 0, k_size + v_size);
+        error = cudaMemcpyAsync(rows->state.map, tables.data(), words, cudaMemcpyHostToDevice, cudaStreamPerThread);
+    }
+    if (error == cudaSuccess) {
+        error = cudaStreamSynchronize(cudaStreamPerThread);
     }
     if (error != cudaSuccess) {
         const char * why = fail("cannot set it up", error);
         phase_cuda_kv_rows_free(rows);
         return why;
     }
-    phase_cuda_kv_rows_forget_all(rows);
     *result = rows;
     return nullptr;
 }
@@ -393,14 +399,14 @@ void phase_cuda_kv_rows_free(phase_kv_rows * rows) {
 }
 
 void phase_cuda_kv_rows_forget_all(phase_kv_rows * rows) {
-    const device_scope scope(rows->device);
-    cudaError_t error = rows->used_on ? cudaStreamSynchronize(rows->used_on) : cudaSuccess; // of a decode in flight, which reads the host memory, too
-    clear_kernel<<<32, 256, 0, cudaStreamPerThread>>>(rows->state);
-    if (error == cudaSuccess) {
-        error = cudaGetLastError();
+    if (!rows->used_on) {
+        return;
     }
+    const device_scope scope(rows->device);
+    clear_kernel<<<32, 256, 0, rows->used_on>>>(rows->state); // behind a decode in flight, which reads the host memory, too
+    cudaError_t error = cudaGetLastError();
     if (error == cudaSuccess) {
-        error = cudaStreamSynchronize(cudaStreamPerThread);
+        error = cudaStreamSynchronize(rows->used_on);
     }
     if (error != cudaSuccess) {
         std::fprintf(stderr, "llama-phase: rows of K/V on the device: %s\n", cudaGetErrorString(error));

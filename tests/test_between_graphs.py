@@ -36,6 +36,15 @@ def test_a_pause_and_a_token_without_graph_are_told_apart() -> None:
     assert "kernel by kernel 1 tokens" in between_graphs.report(found)
 
 
+def test_the_graph_that_uploads_inputs_is_between() -> None:
+    lines = []
+    for i in range(1, 41):
+        at = 10.0 * i - 8.5
+        lines += [f"launch {round(at * 1e6)} {round(at * 1e6)} 0 0 {at} {at + 0.01}", *token(10.0 * i, 8.0)]
+    found = between_graphs.figures(lines)
+    assert found.graph == pytest.approx([8.0] * 39) and found.between == pytest.approx([2.0] * 38)
+
+
 def test_states_saved_behind_a_prompt_are_no_logits() -> None:
     saved = [f"down {i} {i + 1} 2000000 0 0 0" for i in range(18)]
     lines = saved + [line for i in range(1, 41) for line in token(10.0 * i, 8.0)]

@@ -13,7 +13,8 @@ LINES = [
     "7 1 200 4.0 1.0 33 1024 (anonymous namespace)::find_kernel(phase_kv_rows, phase_cuda_row_lists)",
     "7 2 200 6.0 1.5 33 1024 (anonymous namespace)::find_kernel(phase_kv_rows, phase_cuda_row_lists)",
     "7 3 100 8.0 -2.0 10 256 void mul_mat_vec_q<(ggml_type)2, 1, true>(void const*, int)",
-    "8 1 200 1.0 0.0 0 0 memcpy",
+    "8 1 100 1.0 0.0 0 0 memcpy",
+    "9 1 201 8.0 0.0 1 256 upload_kernel(upload_args)",
 ]
 
 

@@ -47,7 +47,8 @@ class Figures:
 
 def figures(lines: Iterable[str], logits_bytes: int | None = None) -> Figures:
     """What the library wrote. A token ends where its logits come down: the largest download of those that are seen at
-    least half as often as the most frequent one (states saved behind a prompt are larger, and come layer by layer)."""
+    least half as often as the most frequent one (states saved behind a prompt are larger, and come layer by layer). Its
+    graph is the longest: another one uploads the inputs."""
     calls = [line.split() for line in lines]
     downloads = Counter(int(c[3]) for c in calls if c[0] == "down")
     often = max(downloads.values(), default=0) / 2
@@ -63,7 +64,8 @@ def figures(lines: Iterable[str], logits_bytes: int | None = None) -> Figures:
             continue
         out.token.append(took / 1e6)
         launches = [(float(c[5]), float(c[6])) for c in part if c[0] == "launch" and float(c[6]) > 0]
-        for begin, end in launches:
+        if launches:
+            begin, end = max(launches, key=lambda launch: launch[1] - launch[0])
             out.graph.append(end - begin)
             if last_graph_ms is not None:
                 out.between.append(begin - last_graph_ms)

@@ -260,7 +260,9 @@ def in_conversations(model: Path, variant: str, depths: list[int]) -> tuple[dict
     """tok/s as the server reports them, by depth: of the prompt, and of the answers of the turns behind it, the median;
     and the answers' tokens."""
     settings = {name.lower(): value for name, value in VARIANTS[variant].items()}
-    shape = {"prefill_mode": "bypass" if settings else "off", "ubatch": UBATCH, "batch": UBATCH}
+    shape: dict[str, Any] = {"prefill_mode": "off", "ubatch": UBATCH, "batch": UBATCH}
+    if settings:  # a context of ours has a larger micro-batch to switch to
+        shape |= {"prefill_mode": "bypass", "prefill_ubatch": 2 * UBATCH, "batch": 2 * UBATCH}
     shape["ctx"] = max(depths) + 2048
     loaded = Settings.load(model=model, port=0, upstream=(*ALL_ON_GPU, "-np", "1"), **shape, **settings)
     speeds: dict[str, float] = {}

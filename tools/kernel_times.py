@@ -72,13 +72,14 @@ def nodes_of(lines: Iterable[str]) -> list[Node]:
 
 
 def most_often(nodes: Sequence[Node]) -> Graph:
-    """The graph with the most runs; of those, the one with the most nodes. Empty when nothing ran."""
+    """The graph with the most runs, other than the single kernel that uploads inputs; of those, the one with the most
+    nodes. Empty when nothing ran."""
     if not nodes:
         return Graph()
     runs: dict[int, list[int]] = {}
     for node in nodes:
         runs.setdefault(node.graph, []).append(node.runs)
-    chosen = max(runs, key=lambda graph: (max(runs[graph]), len(runs[graph])))
+    chosen = max(runs, key=lambda graph: (len(runs[graph]) > 1, max(runs[graph]), len(runs[graph])))
     out = Graph(max(runs[chosen]))
     for node in nodes:
         if node.graph == chosen:

@@ -1164,7 +1164,8 @@ static void test_upload() {
     CHECK(cudaStreamCreate(&stream));
     void * memory = nullptr;
     CHECK(cudaHostAlloc(&memory, 1 << 16, cudaHostAllocPortable));
-    std::mt19937 random(11);
+    phase_upload_side side;
+    std::mt19937      random(11);
     for (int round = 0; round < 50; ++round) {
         const int32_t n = round == 0 ? PHASE_UPLOAD_PIECES : 1 + (int32_t) (random() % PHASE_UPLOAD_PIECES);
         auto * host = (uint8_t *) memory;
@@ -1182,7 +1183,7 @@ static void test_upload() {
             std::copy_n(host + begin, size, expected.begin() + begin);
             at = begin + size;
         }
-        CHECK(phase_cuda_upload(pieces.data(), n, stream));
+        CHECK(phase_cuda_upload(side, pieces.data(), n, stream));
         std::vector<uint8_t> got(1 << 16);
         CHECK(cudaMemcpyAsync(got.data(), dst.data, got.size(), cudaMemcpyDeviceToHost, stream));
         CHECK(cudaStreamSynchronize(stream));
@@ -1191,6 +1192,7 @@ static void test_upload() {
             n_failed++;
         }
     }
+    phase_cuda_upload_free(side);
     CHECK(cudaFreeHost(memory));
     CHECK(cudaStreamDestroy(stream));
 }

@@ -32,7 +32,7 @@ enum { cudaStreamNonBlocking = 1, cudaHostAllocPortable = 1, cudaHostAllocMapped
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMultiProcessorCount };
 using cudaStream_t = void *;
-static const cudaStream_t cudaStreamPerThread = nullptr;
+static const cudaStream_t cudaStreamPerThread = (cudaStream_t) 2;
 
 struct dim3 {
     unsigned x, y, z;
@@ -312,9 +312,10 @@ template <typename T> cudaError_t cudaHostAlloc(T ** at, size_t size, unsigned) 
 inline cudaError_t  cudaFree(void * at)                      { std::free(at); return cudaSuccess; }
 inline cudaError_t  cudaFreeHost(void * at)                  { std::free(at); return cudaSuccess; }
 inline cudaError_t  cudaMemset(void * at, int value, size_t size) { std::memset(at, value, size); return cudaSuccess; }
+inline cudaError_t  cudaMemsetAsync(void * at, int value, size_t size, cudaStream_t) { return cudaMemset(at, value, size); }
 inline cudaError_t  cudaMemcpy(void * to, const void * from, size_t size, cudaMemcpyKind) { std::memcpy(to, from, size); return cudaSuccess; }
 inline cudaError_t  cudaMemcpyAsync(void * to, const void * from, size_t size, cudaMemcpyKind kind, cudaStream_t) { return cudaMemcpy(to, from, size, kind); }
-inline cudaError_t  cudaStreamCreateWithFlags(cudaStream_t * stream, unsigned) { *stream = nullptr; return cudaSuccess; }
+inline cudaError_t  cudaStreamCreateWithFlags(cudaStream_t * stream, unsigned) { *stream = (cudaStream_t) 3; return cudaSuccess; }
 inline cudaError_t  cudaStreamSynchronize(cudaStream_t)      { return cudaSuccess; }
 inline cudaError_t  cudaStreamDestroy(cudaStream_t)          { return cudaSuccess; }
 
