@@ -11,9 +11,10 @@
 // sequences' depths given. A change needs a gain (hysteresis), and now and then a neighbouring depth is tried for a few rounds, so
 // that times and acceptances that changed are noticed, at depth 0 too.
 //
-// Single rounds are disturbed (a thread that is late, a graph that is captured), which only adds, so of a size's last rounds the longest are left
-// out. The others differ, too, by what is missed of the experts: their mean is what counts. Sizes are held against each other: draft_cost. Times drift, too (expert slots that fill, a context that grows), by more
-// than depths differ: the first ones are tried in turn, and again when the time of the size in use has moved far.
+// Single rounds are disturbed (a thread that is late, a graph that is captured), which only adds, so of a size's last rounds the longest are
+// left out. The others differ, too, by what is missed of the experts: their mean is what counts. Sizes are held against each other:
+// draft_cost. Times drift, too (expert slots that fill, a context that grows), by more than depths differ: the first ones are tried in
+// turn, and again when the time of the size in use has moved far.
 //
 // Events of a sequence: prompt, begin (its prompt is done), end. Events of a round: choose() for each sequence, drafted(),
 // verified() for each draft; the next round's first choose() ends it. Rounds that shared their batch with a prompt, or in which
@@ -29,8 +30,8 @@
 
 inline constexpr int32_t DRAFT_DEPTH_MAX = 63; // deeper drafts are not considered
 
-// Milliseconds by size: the mean of its last rounds without the longest, that of few rounds mixed with a line through all sizes, and never more than that
-// of a larger size. Sizes that were not measured lie on the line, between those that were.
+// Milliseconds by size: the mean of its last rounds without the longest, that of few rounds mixed with a line through all sizes, and never
+// more than that of a larger size. Sizes that were not measured lie on the line, between those that were.
 class draft_cost {
   public:
     struct entry {
