@@ -246,7 +246,8 @@ struct phase_backend_api {
     void         (*host_free)(void * ptr);
 
     // Rows of a layer's K/V in host_alloc'ed memory that the device keeps as well (kv-op.h). Returns null, or why not (valid until the next
-    // call on this thread). Freed before the host memory; reset, with the device idle, when the host has changed a row.
+    // call on this thread). Freed before the host memory; reset before the host changes a row, which waits for what the
+    // device still does with them.
     const char * (*kv_rows_new)(ggml_backend_device * dev, const phase_kv_rows_shape * shape, phase_kv_rows ** rows);
     void         (*kv_rows_free)(phase_kv_rows * rows);
     void         (*kv_rows_reset)(phase_kv_rows * rows);

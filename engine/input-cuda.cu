@@ -47,7 +47,7 @@ static cudaError_t set_kernel(upload_graph & own, const cudaKernelNodeParams & k
         error = cudaGraphAddKernelNode(&own.node, own.graph, nullptr, 0, &kernel);
     }
     if (error == cudaSuccess) {
-        error = cudaGraphInstantiate(&own.exec, own.graph, 0);
+        error = cudaGraphInstantiate(&own.exec, own.graph, nullptr, nullptr, 0);
     }
     return error;
 }

@@ -45,6 +45,16 @@ def test_the_graph_that_uploads_inputs_is_between() -> None:
     assert found.graph == pytest.approx([8.0] * 39) and found.between == pytest.approx([2.0] * 38)
 
 
+def test_a_token_without_graph_has_none_though_its_inputs_do() -> None:
+    lines = []
+    for i in range(1, 41):
+        at = 10.0 * i - 8.5
+        upload = f"launch {round(at * 1e6)} {round(at * 1e6)} 0 0 {at} {at + 0.01}"
+        lines += [upload, *token(10.0 * i, 8.0, direct=1800 if i % 2 else 0)]
+    found = between_graphs.figures(lines)
+    assert found.direct == 19 and found.graph == pytest.approx([8.0] * 20) and found.between == []
+
+
 def test_states_saved_behind_a_prompt_are_no_logits() -> None:
     saved = [f"down {i} {i + 1} 2000000 0 0 0" for i in range(18)]
     lines = saved + [line for i in range(1, 41) for line in token(10.0 * i, 8.0)]

@@ -19,8 +19,8 @@
 namespace {
 
 constexpr size_t MAX_CALLS  = 400000;
-constexpr size_t MAX_EVENTS = 16000;
-constexpr size_t READ_LATER = 8; // events behind the newest: over by then
+constexpr size_t MAX_EVENTS = 32000;
+constexpr size_t READ_LATER = 16; // events behind the newest: over by then
 
 struct call {
     const char * name;

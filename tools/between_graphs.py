@@ -48,7 +48,7 @@ class Figures:
 def figures(lines: Iterable[str], logits_bytes: int | None = None) -> Figures:
     """What the library wrote. A token ends where its logits come down: the largest download of those that are seen at
     least half as often as the most frequent one (states saved behind a prompt are larger, and come layer by layer). Its
-    graph is the longest: another one uploads the inputs."""
+    graph is the longest: another one uploads the inputs. (So of several graphs a token, all but one are in between.)"""
     calls = [line.split() for line in lines]
     downloads = Counter(int(c[3]) for c in calls if c[0] == "down")
     often = max(downloads.values(), default=0) / 2
@@ -63,6 +63,10 @@ def figures(lines: Iterable[str], logits_bytes: int | None = None) -> Figures:
             last_graph_ms = None
             continue
         out.token.append(took / 1e6)
+        if any(int(c[4]) for c in part[1:]):
+            out.direct += 1
+            last_graph_ms = None
+            continue
         launches = [(float(c[5]), float(c[6])) for c in part if c[0] == "launch" and float(c[6]) > 0]
         if launches:
             begin, end = max(launches, key=lambda launch: launch[1] - launch[0])
@@ -70,10 +74,6 @@ def figures(lines: Iterable[str], logits_bytes: int | None = None) -> Figures:
             if last_graph_ms is not None:
                 out.between.append(begin - last_graph_ms)
             last_graph_ms = end
-        if any(int(c[4]) for c in part[1:]):
-            out.direct += 1
-            last_graph_ms = None
-            continue
         gaps = (int(y[1]) - int(x[2]) for x, y in pairwise(part))
         out.pauses += [gap / 1e6 for gap in gaps if gap > PAUSE_NS]
     return out

@@ -282,7 +282,7 @@ static double graph_us(int n, const prepare_fn & prepare, const queue_fn & queue
         queue(i, stream);
     }
     CHECK(cudaStreamEndCapture(stream, &graph));
-    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    CHECK(cudaGraphInstantiate(&exec, graph, nullptr, nullptr, 0));
     float best = 1e9f;
     for (int run = 0; run < 4; ++run) {
         prepare(stream);

@@ -331,7 +331,7 @@ inline cudaError_t cudaEventElapsedTime(float *, cudaEvent_t, cudaEvent_t)     {
 inline cudaError_t cudaEventDestroy(cudaEvent_t)                               { return cudaErrorInvalidValue; }
 inline cudaError_t cudaStreamBeginCapture(cudaStream_t, int)                   { return cudaErrorInvalidValue; }
 inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *)           { return cudaErrorInvalidValue; }
-inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *, cudaGraph_t, int)   { return cudaErrorInvalidValue; }
+inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *, cudaGraph_t, void *, char *, size_t) { return cudaErrorInvalidValue; }
 inline cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t)              { return cudaErrorInvalidValue; }
 inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t)                       { return cudaErrorInvalidValue; }
 inline cudaError_t cudaGraphDestroy(cudaGraph_t)                               { return cudaErrorInvalidValue; }
