@@ -61,6 +61,10 @@ struct llama_phase_stats {
 // The first call switches the context from watching batch sizes to these explicit events.
 LLAMA_API int32_t llama_phase_prompt_begin(struct llama_context * ctx, llama_seq_id seq_id, int32_t n_new);
 
+// Whether a prompt's batch may end behind `n_tokens` for the sake of a checkpoint. In the prefill phase each batch is a pass over the host's
+// experts, so only behind as many as a pass is worth (LLAMA_PHASE_PREFILL_MIN_TOKENS).
+LLAMA_API bool llama_phase_may_cut(const struct llama_context * ctx, int32_t n_tokens);
+
 // The prompt of `seq_id` has been decoded; call it before its first token is sampled, after everything that reads the outputs of
 // other member contexts. Leaves the prefill phase when no other long prompt is being processed.
 // Returns 0, or -1 when the context is unusable (see llama_phase_failure).

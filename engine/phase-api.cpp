@@ -19,6 +19,11 @@ int32_t llama_phase_prompt_begin(llama_context * ctx, llama_seq_id seq_id, int32
     return group ? group->prompt_begin(seq_id, n_new) : (int32_t) ctx->n_ubatch();
 }
 
+bool llama_phase_may_cut(const llama_context * ctx, int32_t n_tokens) {
+    const auto * group = group_of(ctx);
+    return !group || group->may_cut(n_tokens);
+}
+
 int32_t llama_phase_prompt_done(llama_context * ctx, llama_seq_id seq_id) {
     auto * group = group_of(ctx);
     return group ? group->prompt_end(seq_id, false) : 0;

@@ -132,6 +132,10 @@ int32_t phase_group::prompt_begin(llama_seq_id seq_id, int32_t n_new) {
     return (int32_t) (stats.prefill && config.mode == PHASE_MODE_TRANSACTION ? stats.ubatch_prefill : stats.ubatch_decode);
 }
 
+bool phase_group::may_cut(int32_t n_tokens) const {
+    return !stats.prefill || config.mode != PHASE_MODE_TRANSACTION || n_tokens >= (int32_t) stats.min_tokens;
+}
+
 int32_t phase_group::prompt_end(llama_seq_id seq_id, bool aborted) {
     if (drafts) {
         std::lock_guard<std::mutex> guard(lock);

@@ -50,6 +50,7 @@ struct phase_group {
 
     // see llama-phase.h
     int32_t prompt_begin(llama_seq_id seq_id, int32_t n_new);
+    bool    may_cut(int32_t n_tokens) const;
     int32_t prompt_end(llama_seq_id seq_id, bool aborted);
     void    reset();
     void    set_callback(llama_phase_callback callback, void * user_data);

@@ -217,6 +217,25 @@ def test_cuts_for_checkpoints_cost_no_pass(
         assert n_looked_up == (3 if args else 3 + 4) * N_USED
 
 
+@pytest.mark.parametrize("model", ["qwen4exp", "qwen35moe"])
+def test_a_checkpoint_at_a_message_costs_a_pass_only_behind_enough_tokens(
+    servers: ExpertFleet, prompt, model: str
+) -> None:
+    """The server ends a batch where a user's message begins. In the prefill phase that is another pass over all experts,
+    which a system prompt of 30 tokens is not worth."""
+    server = servers.switching(model, 4 * N_USED, EXPERT_BATCH=4, sizes={"batch": PREFILL_UBATCH})
+    mark = "user mark"
+    ids = server.http.post("/tokenize", json={"content": mark, "add_special": False}).json()["tokens"]
+    for at, extra in ((30, 0), (MIN_TOKENS - 1, 0), (MIN_TOKENS + 8, 1)):
+        tokens = [*prompt(model, at, seed=at), *ids, *prompt(model, 1020, seed=at + 1)][:1020]
+        before = experts(server)
+        answer = server.complete(tokens, n=4, message_delimiters=[{"role": "user", "delimiter": mark}])
+        n_streamed = experts(server)["ring"]["layers_streamed"] - before["ring"]["layers_streamed"]
+        assert -(-n_streamed // N_LAYER) == -(-len(tokens) // PREFILL_UBATCH) + extra, at
+        if not extra:
+            assert answer == servers.stock_answer(model, tokens, 4, ubatch=PREFILL_UBATCH, batch=PREFILL_UBATCH)
+
+
 @pytest.mark.parametrize("model", VARIANTS)
 def test_other_experts(servers: ExpertFleet, prompt, model: str) -> None:
     """Types that differ between layers, sizes that are no multiple of 16, fused gate and up, biases, scales, one expert
