@@ -221,8 +221,8 @@ def test_cuts_for_checkpoints_cost_no_pass(
 def test_a_checkpoint_at_a_message_costs_a_pass_only_behind_enough_tokens(
     servers: ExpertFleet, prompt, model: str
 ) -> None:
-    """The server ends a batch where a user's message begins. In the prefill phase that is another pass over all experts,
-    which a system prompt of 30 tokens is not worth."""
+    """The server ends a batch where a user's message begins. In the prefill phase that is another pass over all
+    experts, which a system prompt of 30 tokens is not worth."""
     server = servers.switching(model, 4 * N_USED, EXPERT_BATCH=4, sizes={"batch": PREFILL_UBATCH})
     mark = "user mark"
     ids = server.http.post("/tokenize", json={"content": mark, "add_special": False}).json()["tokens"]
