@@ -8,7 +8,7 @@ from llama_phase.errors import UsageError
 from llama_phase.gguf_facts import ModelFacts
 from llama_phase.plan_draft import DraftPlace
 from llama_phase.settings import Settings
-from llama_phase.upstream_flags import DRAFT_N_MAX, DRAFT_TYPE_K, DRAFT_TYPE_V, SPEC_TYPE, flag_value
+from llama_phase.upstream_flags import DRAFT_N_MAX, DRAFT_TYPE_K, DRAFT_TYPE_V, PARALLEL, flag_value, spec_types
 
 _MIB = 1 << 20
 MIN_TOKENS_FLOOR = 240  # of engine/phase-ubatch.cpp
@@ -74,7 +74,7 @@ class Choices:
             if name not in KV_TYPES:
                 raise UsageError(f"there is no K/V type {name!r}", fix=f"one of {', '.join(KV_TYPES)}")
         chosen = settings.source("expert_slots") != "default"
-        sequences = flag_value(settings.upstream, ("-np", "--parallel")) or ""
+        sequences = flag_value(settings.upstream, PARALLEL) or ""
         return cls(
             ctx=ctx,
             slots=None if settings.expert_slots == "auto" or not chosen else settings.expert_slots,
@@ -140,8 +140,8 @@ def _draft_tokens(settings: Settings, facts: ModelFacts) -> int:
     """As llama_phase.speculation gives them to the server: --mtp, or the flags after `--`."""
     if not any(layer.mtp for layer in (facts.draft or facts).layers):
         return 0
-    theirs = "draft-mtp" in (flag_value(settings.upstream, SPEC_TYPE) or settings.spec).split(",")
-    if not theirs and (settings.mtp == 0 or flag_value(settings.upstream, SPEC_TYPE)):
+    theirs = "draft-mtp" in (spec_types(settings.upstream) or settings.spec).split(",")
+    if not theirs and (settings.mtp == 0 or spec_types(settings.upstream)):
         return 0
     length = flag_value(settings.upstream, DRAFT_N_MAX) or ""
     if length.isdigit():

@@ -30,7 +30,7 @@ from llama_phase.gguf_header import check_model
 from llama_phase.lifecycle_terms import State
 from llama_phase.port import PORT_FLAG, check_port, free_port, listens, port_busy
 from llama_phase.settings import Settings, argv
-from llama_phase.speculation import with_speculation
+from llama_phase.speculation import notes, with_speculation
 from llama_phase.stall_watch import StallWatch, Vitals
 from llama_phase.upstream_flags import DRAFT_MODEL, flag_value
 
@@ -85,6 +85,7 @@ class Server:
         self.log_path: Path | None = None
         self.pid: int | None = None
         self.returncode: int | None = None
+        self.notes: list[str] = []  # what `start` found that is worth a line of the log
         self._check_port = check_port
         self._process: subprocess.Popen[bytes] | None = None
         self._record: Path | None = None
@@ -114,6 +115,7 @@ class Server:
         draft = flag_value(settings.upstream, DRAFT_MODEL)
         drafts = check_model(Path(draft), draft=True) if draft else []
         settings = self.settings = with_speculation(settings, target, drafts)
+        self.notes = notes(settings, target, drafts)
         running_servers.reap_orphans(settings.state_path / "running")
         if settings.port == 0:
             settings = self.settings = settings.model_copy(update={"port": free_port(settings.tcp_hosts[0])})

@@ -195,6 +195,8 @@ class Supervisor:
         # a port of the system's choice is kept: clients know it by now
         self.settings = self.settings.model_copy(update={"port": server.settings.port})
         self._say(f"loading {server.settings.model} (pid {server.pid}), log: {server.log_path}")
+        for sentence in server.notes:
+            self.note(sentence)
         return event
 
     def _stop(self, wishes: Wishes) -> None:

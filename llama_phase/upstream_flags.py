@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from llama_phase.errors import UsageError
 
 UNDERSTOOD = {
@@ -17,13 +19,6 @@ API_PREFIX = ("--api-prefix",)
 SLOT_SAVE_PATH = ("--slot-save-path",)
 SSL_CERT = ("--ssl-cert-file",)
 SSL_KEY = ("--ssl-key-file",)
-# Flags of its server that llama-phase reads, by the variable that llama-server takes for the flag.
-FLAG_ENVIRONMENT = {
-    "LLAMA_ARG_API_KEY_FILE": API_KEY_FILE,
-    "LLAMA_ARG_API_PREFIX": API_PREFIX,
-    "LLAMA_ARG_SSL_CERT_FILE": SSL_CERT,
-    "LLAMA_ARG_SSL_KEY_FILE": SSL_KEY,
-}
 CPU_MOE = ("-cmoe", "--cpu-moe")
 N_CPU_MOE = ("-ncmoe", "--n-cpu-moe")
 NGL = ("-ngl", "--gpu-layers", "--n-gpu-layers")
@@ -39,6 +34,20 @@ DRAFT_OVERRIDE = ("--spec-draft-override-tensor", "-otd", "--override-tensor-dra
 DRAFT_TYPE_K = ("--spec-draft-type-k", "-ctkd", "--cache-type-k-draft")
 DRAFT_TYPE_V = ("--spec-draft-type-v", "-ctvd", "--cache-type-v-draft")
 SPEC_TYPE = ("--spec-type",)
+SPEC_DEFAULT = "--spec-default"  # adds ngram-mod
+PARALLEL = ("-np", "--parallel")
+# Flags of its server that llama-phase reads, by the variable that llama-server takes for the flag.
+FLAG_ENVIRONMENT = {
+    "LLAMA_ARG_API_KEY_FILE": API_KEY_FILE,
+    "LLAMA_ARG_API_PREFIX": API_PREFIX,
+    "LLAMA_ARG_N_PARALLEL": PARALLEL,
+    "LLAMA_ARG_SPEC_DRAFT_HF_REPO": DRAFT_REPO,
+    "LLAMA_ARG_SPEC_DRAFT_MODEL": DRAFT_MODEL,
+    "LLAMA_ARG_SPEC_DRAFT_N_MAX": DRAFT_N_MAX,
+    "LLAMA_ARG_SPEC_TYPE": SPEC_TYPE,
+    "LLAMA_ARG_SSL_CERT_FILE": SSL_CERT,
+    "LLAMA_ARG_SSL_KEY_FILE": SSL_KEY,
+}
 _KEY_SHOWN = ("it would show in the process list", "set LLAMA_PHASE_API_KEY, or pass --api-key-file FILE after `--`")
 _FETCHED = ("the model is the file given to `serve`", "download it and give its path")
 _ROUTER = ("one server serves one model here", "start one `llama-phase serve` per model")
@@ -94,3 +103,10 @@ def flag_value(args: tuple[str, ...], names: tuple[str, ...]) -> str | None:
         if normalise(args[index]) in names:
             return args[index + 1]
     return None
+
+
+def spec_types(args: tuple[str, ...]) -> str | None:
+    """The types of all `--spec-type`, which llama-server adds up; None without any. A `none` empties its flag."""
+    values = [value for word, value in pairwise(args) if normalise(word) in SPEC_TYPE]
+    kept = ["none" if "none" in value.split(",") else value for value in values]
+    return ",".join([value for value in kept if value != "none"] or kept[:1]) if kept else None
