@@ -8,13 +8,12 @@ from llama_phase.errors import UsageError
 from llama_phase.gguf_facts import ModelFacts
 from llama_phase.plan_draft import DraftPlace
 from llama_phase.settings import Settings
+from llama_phase.speculation import MTP_GRAPHS, UPSTREAM_N_MAX, UPSTREAM_PARALLEL
 from llama_phase.upstream_flags import DRAFT_N_MAX, DRAFT_TYPE_K, DRAFT_TYPE_V, PARALLEL, flag_value, spec_types
 
 _MIB = 1 << 20
 MIN_TOKENS_FLOOR = 240  # of engine/phase-ubatch.cpp
 RING_LEAST = 3  # regions of a ring by its own choice, of engine/ring-depth.h
-SERVER_SEQUENCES = 4  # llama-server's own default of -np, over one K/V
-UPSTREAM_DRAFT_TOKENS = 3  # its default of --spec-draft-n-max
 KV_ROWS_AUTO = 16384  # positions of K/V in host memory that a device keeps as well, of engine/kv-place.cpp
 KV_ROWS_LEAST = 4096
 CONTEXT_CELLS = 256  # contexts are rounded up to this many tokens
@@ -48,7 +47,7 @@ class Choices:
     budgets_mib: tuple[int, ...] = ()
     type_k: str = "f16"
     type_v: str = "f16"
-    sequences: int = SERVER_SEQUENCES
+    sequences: int = UPSTREAM_PARALLEL
     kv: str = "device"
     kv_rows: int | None = None  # None: auto
     draft_tokens: int = 0  # longest MTP draft; the recurrent state is kept once more for each of its tokens
@@ -91,7 +90,7 @@ class Choices:
             budgets_mib=tuple(int(item) for item in settings.budget_mib.split(",") if item.strip()),
             type_k=types[0],
             type_v=types[1],
-            sequences=int(sequences) if sequences.isdigit() else SERVER_SEQUENCES,
+            sequences=int(sequences) if sequences.isdigit() else UPSTREAM_PARALLEL,
             kv=settings.kv,
             kv_rows=None if settings.kv_rows == "auto" else settings.kv_rows,
             draft_tokens=_draft_tokens(settings, facts),
@@ -143,9 +142,11 @@ def _draft_tokens(settings: Settings, facts: ModelFacts) -> int:
     theirs = "draft-mtp" in (spec_types(settings.upstream) or settings.spec).split(",")
     if not theirs and (settings.mtp == 0 or spec_types(settings.upstream)):
         return 0
+    if settings.mtp == "auto" and not theirs and (facts.draft or facts).architecture not in MTP_GRAPHS:
+        return 0
     length = flag_value(settings.upstream, DRAFT_N_MAX) or ""
     if length.isdigit():
         return int(length)
     if settings.mtp == "auto":
         return settings.expert_batch - 1
-    return settings.mtp or UPSTREAM_DRAFT_TOKENS
+    return settings.mtp or UPSTREAM_N_MAX

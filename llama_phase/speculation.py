@@ -39,7 +39,7 @@ NGRAM_LENGTHS = {
 }
 TYPES = ("none", MTP, *NEEDS_MODEL, *NGRAM_LENGTHS)
 UPSTREAM_N_MAX = 3  # default of --spec-draft-n-max
-UPSTREAM_PARALLEL = 4  # default of -np
+UPSTREAM_PARALLEL = 4  # default of -np, over one K/V
 # Architectures whose graph gives its layers' inputs in the model's width; on others llama.cpp asserts.
 LAYER_INPUTS = (
     "bailingmoe3", "deepseek4", "gemma4", "gpt-oss", "hunyuan-dense", "hunyuan_vl", "lfm2", "lfm2moe", "llama",

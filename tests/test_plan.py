@@ -209,6 +209,9 @@ def test_the_draft_is_planned_as_it_will_be_started(flash: ModelFacts) -> None:
     assert (tokens(), tokens(mtp="auto"), tokens(mtp=2), tokens(mtp="auto", expert_batch=4)) == (0, 7, 2, 3)
     assert tokens("--spec-type", "draft-mtp") == 3 and tokens("--spec-type", "ngram-mod", mtp="auto") == 0
     assert tokens("--spec-draft-n-max", "5", mtp="auto") == tokens("--spec-draft-n-max", "5", spec="draft-mtp") == 5
+    assert tokens("--spec-type", "draft-mtp", "--spec-type", "ngram-mod") == 3
+    flash = replace(flash, architecture="glm4")  # whose block has no graph
+    assert tokens(mtp="auto") == tokens("--spec-draft-n-max", "5", mtp="auto") == 0
 
 
 def test_never_more_slots_than_experts(flash: ModelFacts) -> None:

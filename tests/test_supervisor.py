@@ -463,3 +463,11 @@ def test_a_metrics_port_that_is_taken_is_said_before_anything_starts(world: Worl
         world.set("LLAMA_PHASE_METRICS_PORT", str(holder.getsockname()[1]))
         assert world.serve().wait(30) == 8
     assert not world.dump.exists()
+
+
+def test_what_speculation_does_otherwise_than_it_reads_is_said_at_each_start(
+    world: World, run: Callable[..., Run]
+) -> None:
+    started = run(upstream=("-np", "1"), spec="ngram-mod", expert_slots=128)
+    status = started.until_state("ready", "failed")
+    assert [note for note in status.notes if "up to 65 tokens are verified at once" in note], started.said
