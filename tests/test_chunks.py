@@ -6,9 +6,21 @@ Same split, bit for bit, but for two sequences at once, whose batches depend on 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from engine_server import DECODE_UBATCH, PREFILL_UBATCH, ROOT, EngineServer, Fleet, assert_same_but_for_ties, both
+from engine_server import (
+    DECODE_UBATCH,
+    PREFILL_UBATCH,
+    ROOT,
+    EngineServer,
+    Fleet,
+    assert_same_but_for_ties,
+    both,
+    clean_environment,
+)
 from expert_servers import ExpertFleet
 
 pytestmark = pytest.mark.engine
@@ -68,6 +80,16 @@ def test_two_sequences_at_once(fleet: Fleet, prompt, kv: str) -> None:
     stock = fleet.stock(model, kv, **sizes)
     for tokens, answer in zip(prompts, answers, strict=True):
         assert_same_but_for_ties(answer.tokens, stock.complete(tokens, n=16))
+
+
+def test_compute_buffers_of_a_large_micro_batch(engine: Path) -> None:
+    """The shape of Qwen3.8-Flash-Next, 8192 tokens over 131072 cells: planned, nothing is allocated or computed."""
+    command = [sys.executable, ROOT / "tools/compute_buffers.py", "--preset", "flash-next", "--chunk", "0,auto"]
+    command += ["--ubatch", "8192", "--ctx", "131072"]
+    planning = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=300)
+    assert planning.returncode == 0, planning.stderr
+    whole_mib, chunked_mib = (int(mib) for mib in re.findall(r"planned +(\d+) MiB", planning.stdout))
+    assert chunked_mib <= 2560 < whole_mib, planning.stdout
 
 
 def test_who_reads_a_mask_is_known() -> None:
