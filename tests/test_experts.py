@@ -26,7 +26,7 @@ from expert_servers import (
 pytestmark = pytest.mark.engine
 
 ARCHITECTURES = ["qwen4exp", "qwen3moe", "qwen35moe"]
-EXACT = ["qwen4exp-exact", "qwen3moe-exact"]
+EXACT = ["qwen4exp-exact", "qwen3moe-exact", "qwen35moe-exact"]
 NO_FLASH = ("-fa", "off")  # then F32 models are exact for any split of one prompt
 NGRAM = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "4", "--spec-ngram-simple-size-m", "6")
 ONE_TO_FOUR_PASSES = [300, PREFILL_UBATCH + 1, 1100, 2000]
@@ -174,8 +174,9 @@ def test_transactions(servers: ExpertFleet, prompt, restore: str, ring: int) -> 
 
 
 @pytest.mark.parametrize(("restore", "ring"), [("cold", 3), ("snapshot", 2), ("prompt", 0)])
-@pytest.mark.parametrize("model", ["qwen4exp", "qwen35moe"])
-def test_transactions_of_hybrid_models(servers: ExpertFleet, prompt, model: str, restore: str, ring: int) -> None:
+@pytest.mark.parametrize("model", ["qwen4exp", "qwen35moe", "biased"])
+def test_transactions_of_other_models(servers: ExpertFleet, prompt, model: str, restore: str, ring: int) -> None:
+    """Hybrid ones, and gpt-oss, whose experts have biases."""
     check_transactions(servers, prompt, model, restore, ring)
 
 
