@@ -11,8 +11,9 @@ from expert_servers import N_EXPERT, N_LAYER, N_USED, TRANSACTION, ExpertFleet, 
 
 pytestmark = pytest.mark.engine
 
-MODELS = ["qwen3moe", "qwen4exp"]
+MODELS = ["qwen3moe", "qwen4exp", "qwen35moe"]
 MTP = mtp(3)
+WITH_DRAFTS = [("qwen3moe", ()), ("qwen4exp", MTP), ("qwen35moe", MTP)]  # where there is an MTP block
 N_SLOTS = 20
 N_LONG, N_SHORT, N_ANSWER = 300, 6, 24
 RETRY = "leave.retry_decode_buffers"
@@ -67,7 +68,7 @@ def assert_sane(server: EngineServer) -> None:
 
 
 @pytest.mark.parametrize("step", ENTER)
-@pytest.mark.parametrize(("model", "args"), [("qwen3moe", ()), ("qwen4exp", MTP)])
+@pytest.mark.parametrize(("model", "args"), WITH_DRAFTS)
 def test_enter_fails(start, check, model: str, args: tuple[str, ...], step: str) -> None:
     """Rolled back: as many slots as before, with the experts of before."""
     batch = 4 if args else 1
@@ -96,7 +97,7 @@ def test_roll_back_keeps_the_working_set(start, prompt) -> None:
 
 
 @pytest.mark.parametrize("step", LEAVE)
-@pytest.mark.parametrize(("model", "args"), [("qwen3moe", ()), ("qwen4exp", MTP)])
+@pytest.mark.parametrize(("model", "args"), WITH_DRAFTS)
 def test_leave_fails_once(start, check, model: str, args: tuple[str, ...], step: str) -> None:
     """The retry gives the slots up, so that decode has its buffers; the next transaction brings them back."""
     batch = 4 if args else 1
@@ -216,7 +217,7 @@ def test_ring_does_not_fit(start, check, prompt, model: str, fault: str, n_regio
     assert_sane(server)
 
 
-@pytest.mark.parametrize(("model", "args"), [("qwen3moe", ()), ("qwen4exp", MTP)])
+@pytest.mark.parametrize(("model", "args"), WITH_DRAFTS)
 def test_ring_does_not_start(start, check, model: str, args: tuple[str, ...]) -> None:
     """Behind the last allocation: rolled back like any failed step; the next prompt enters."""
     server = start(model, *args, EXPERT_BATCH=4 if args else 1, FAULT="ring.start")
