@@ -457,7 +457,7 @@ expert_stats expert_cache::stats() const {
     out.unusable.insert(out.unusable.end(), adapted.begin(), adapted.end());
     out.staged       = staged;
     out.copied       = copied;
-    for (const auto & reason : { note, slots_note, ring_note }) {
+    for (const auto & reason : { note, slots_note, ring_note, ring_short }) {
         out.note += (out.note.empty() || reason.empty() ? "" : "; ") + reason;
     }
     for (const auto & layer : layers) {

@@ -189,9 +189,10 @@ struct expert_cache {
     std::map<ggml_backend_dev_t, phase_ring_times> ring_times; // for the life of the context, as the counters are
 
     ggml_backend_buffer_ptr counters; // phase_op_counters [4*n_layers], host memory the devices can write
-    std::string             note;       // of the slots, or of the last ring that could not be had
+    std::string             note;       // of the slots
     std::string             slots_note; // of the number at start, which stays
     std::string             ring_note;  // of a limit that stays
+    std::string             ring_short; // of the last ring, also when it is gone: memory for more could not be had
     int32_t                 max_regions = INT32_MAX;
 };
 

@@ -49,6 +49,7 @@ void expert_cache::unlimit_ring() {
 size_t expert_cache::allocate_ring(int32_t n, const fault_point & fault) {
     const auto aligned = [](size_t size) { return (size + 255)/256*256; };
 
+    ring_short.clear();
     const int32_t n_max = most_ring_layers();
     // two are the fewest that overlap, even over a single layer
     for (n = std::min(n, std::max(n_max, 2)); n >= 2 && n_max > 0; --n) {
@@ -93,8 +94,8 @@ size_t expert_cache::allocate_ring(int32_t n, const fault_point & fault) {
             return ring_arena.bytes();
         } catch (const std::exception & error) {
             free_ring();
-            note = format("no memory for a ring of %d layers: %s", n, error.what());
-            LLAMA_LOG_WARN("llama-phase: %s\n", note.c_str());
+            ring_short = format("no memory for a ring of %d layers: %s", n, error.what());
+            LLAMA_LOG_WARN("llama-phase: %s\n", ring_short.c_str());
         }
     }
     return 0;

@@ -209,10 +209,12 @@ def test_ring_does_not_fit(start, check, prompt, model: str, fault: str, n_regio
     assert "no memory for a ring of " in state["experts"][0]["note"]
     assert "no memory for a ring of 3 layers: injected fault" in server.log_text()
     wait_until(lambda: server.phase()["phase"] == "decode", "cancelled")
+    assert "no memory for a ring of " in experts(server)["note"], "said when the ring is gone, too"
     before = experts(server)["ring"]["layers_streamed"]
     check(server, model)
     streamed = experts(server)["ring"]["layers_streamed"] - before
     assert streamed == 0 if fault.endswith("*") else streamed >= N_LAYER
+    assert ("note" in experts(server)) == fault.endswith("*"), "gone with the first ring that is as asked for"
     assert slots_of(server) == [N_SLOTS]
     assert_sane(server)
 
