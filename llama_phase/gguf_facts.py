@@ -140,7 +140,7 @@ def model_facts(headers: Sequence[Header]) -> ModelFacts:
         n_expert=head.number("expert_count"),
         n_used=_largest(head, "expert_used_count"),
         context_length=head.number("context_length"),
-        has_indexer=any(layer.indexer_k for layer in layers),
+        has_indexer=head.number("attention.indexer.top_k") > 0 or any(layer.indexer_k for layer in layers),
         input_bytes=input_bytes,
         output_bytes=output_bytes,
         layers=layers,

@@ -20,6 +20,7 @@ from llama_phase.gguf_facts import LayerFacts, ModelFacts
 from llama_phase.hardware import Machine
 from llama_phase.plan_choices import KV_TYPES, RING_LEAST, Choices
 from llama_phase.plan_draft import draft_host_bytes, draft_layers
+from llama_phase.plan_kv import kv_places
 from llama_phase.plan_ring import ring_bytes, ring_depth, ringed
 from llama_phase.plan_slots import choose_slots, is_mtp_draft, slots_needed
 from llama_phase.plan_ubatch import QUANTIZED_BYTES, Candidate, Need, candidate_ubatches, largest_that_fits
@@ -28,8 +29,6 @@ _MIB = 1 << 20
 RESERVE_BYTES = 512 * _MIB  # of engine/expert-cache.cpp and phase-ubatch-plan.cpp: never planned with
 
 CONTEXT_BYTES = 500 * _MIB  # what a CUDA process takes before it loads anything
-KV_SLOT_BYTES, KV_ROW_BYTES = 22, 4  # tables: of a position that the device keeps, and of every position
-SPARSE_IN_PLACE = ("qwen4exp",)  # architectures whose indexer layers' K/V goes to host memory (engine/phase-kv.cpp)
 ESTIMATES = (
     plan_compute.ESTIMATES,
     "context: 500 MiB per GPU for CUDA itself",
@@ -54,7 +53,9 @@ class DevicePlan:
     decode_compute_bytes: int
     prefill_compute_bytes: int
     kv_host_bytes: int = 0  # of its layers, in host memory
-    kv_rows_bytes: int = 0  # of those, positions that the device keeps as well
+    kv_rows: int = 0  # of those, positions that the device keeps as well, over all layers
+    kv_rows_bytes: int = 0
+    kv_reasons: tuple[str, ...] = ()  # why K/V stays that was to go to host memory
     late_bytes: int = 0  # needed, at least, for a draft from its own file behind slots that are auto
     slots_bytes: int = 0
     draft_slots_bytes: int = 0  # of those
@@ -254,22 +255,9 @@ def _bare_device(
         tokens = min(ubatch, choices.ctx)
         return sum(plan_compute.compute_bytes(those, width, tokens, choices.cells, chunk) for those, width in contexts)
 
-    def position_bytes(layer: LayerFacts) -> float:
-        k, v = (choices.draft_type_k, choices.draft_type_v) if layer.draft else (choices.type_k, choices.type_v)
-        return (layer.kv_k or 0) * KV_TYPES[k] + (layer.kv_v or 0) * KV_TYPES[v]
-
     dense_bytes = sum(layer.dense_bytes for layer in layers) + (facts.output_bytes if has_output else 0)
-    kv = [int(position_bytes(layer) * choices.cells) for layer in layers]
-    sparse = [
-        (own if layer.draft else facts).architecture in SPARSE_IN_PLACE and layer.indexer_k > 0 for layer in layers
-    ]
-    sparse_bytes = sum(size for size, is_sparse in zip(kv, sparse, strict=True) if is_sparse)
-    room = free - CONTEXT_BYTES - dense_bytes
-    in_host = [
-        size if choices.kv_in_host(is_sparse, sparse_bytes, room) else 0
-        for size, is_sparse in zip(kv, sparse, strict=True)
-    ]
-    staged = max(in_host, default=0)  # prompts read a copy of one layer's K/V at a time
+    kv = kv_places(facts, choices, layers, free - CONTEXT_BYTES - dense_bytes)
+    staged = max(kv.host, default=0)  # prompts read a copy of one layer's K/V at a time
     indexer_bytes = sum(
         int(layer.indexer_k * KV_TYPES[choices.draft_type_k if layer.draft else choices.type_k] * choices.cells)
         for layer in layers
@@ -285,23 +273,16 @@ def _bare_device(
         expert_bytes=sum(layer.expert_bytes for layer in layers),
         context_bytes=CONTEXT_BYTES,
         dense_bytes=dense_bytes,
-        kv_bytes=sum(kv) - sum(in_host) + indexer_bytes,
-        kv_host_bytes=sum(in_host),
-        kv_rows_bytes=_kept_bytes([size for size, yes in zip(in_host, sparse, strict=True) if yes], choices, room),
+        kv_bytes=kv.all_bytes - sum(kv.host) + indexer_bytes,
+        kv_host_bytes=sum(kv.host),
+        kv_rows=kv.kept_rows,
+        kv_rows_bytes=kv.kept_bytes,
+        kv_reasons=kv.reasons,
         state_bytes=sum(states) * choices.sequences,
         # batches between EXPERT_BATCH and the prefill threshold take the stock path, whose uploads are compute buffers
         decode_compute_bytes=compute(choices.ubatch) + sum(_uploaded_bytes(those) for those, _ in contexts) + staged,
         prefill_compute_bytes=compute(max(choices.prefill_ubatch, choices.ubatch), choices.chunk) + staged,
     )
-
-
-def _kept_bytes(in_host: list[int], choices: Choices, room: float) -> int:
-    """Of K/V in host memory (bytes of each layer), what the device keeps as well, with its tables
-    (engine/kv-op.h: phase_kv_rows_bytes)."""
-    sizes = [size for size in in_host if size]
-    position_bytes = sum(sizes) / choices.cells + KV_SLOT_BYTES * len(sizes)
-    rows = choices.kept_rows(position_bytes if sizes else 0, room)
-    return int(rows * position_bytes + KV_ROW_BYTES * choices.cells * len(sizes)) if rows else 0
 
 
 def _uploaded_bytes(layers: list[LayerFacts]) -> int:

@@ -28,7 +28,7 @@ _MIB, _GIB = 1 << 20, 1 << 30
 
 @dataclass(frozen=True)
 class Deviation:
-    """One figure as planned and as reported. `unit`: bytes, slots, layers, regions or tokens."""
+    """One figure as planned and as reported. `unit`: bytes, slots, layers, positions or tokens."""
 
     item: str
     planned: int
@@ -61,7 +61,7 @@ def compare(plan: Plan, phase: Mapping[str, Any], props: Mapping[str, Any] | Non
 
     Left out is what was not reported: a phase that was not entered yet, devices other than GPUs.
     """
-    return [*_experts(plan, phase), *_devices(plan, phase), *_context(plan, props or {})]
+    return [*_experts(plan, phase), *_kv(plan, phase), *_devices(plan, phase), *_context(plan, props or {})]
 
 
 def lines(deviations: Sequence[Deviation]) -> Iterator[str]:
@@ -174,6 +174,19 @@ def _experts(plan: Plan, phase: Mapping[str, Any]) -> Iterator[Deviation]:
     ring = [step["bytes"] for step in phase.get("last_enter_steps", []) if step["step"] == "enter.allocate_ring"]
     if ring:
         yield Deviation("ring", sum(device.ring_bytes for device in plan.devices), ring[0])
+
+
+def _kv(plan: Plan, phase: Mapping[str, Any]) -> Iterator[Deviation]:
+    if "kv" not in phase:
+        return
+    layers = [layer for context in phase["kv"]["contexts"] for layer in context["layers"] if layer["place"] == "host"]
+    planned = sum(device.kv_host_bytes for device in plan.devices)
+    if planned or layers:
+        yield Deviation("K/V in host memory", planned, sum(layer["bytes"] for layer in layers))
+    kept = [layer["rows"]["kept"] for layer in layers if "rows" in layer]
+    # a CPU engine keeps none unless it is given a number
+    if kept or any(not layer["device"].startswith("CPU") for layer in layers):
+        yield Deviation("kept of host K/V", sum(device.kv_rows for device in plan.devices), sum(kept), "positions")
 
 
 def _devices(plan: Plan, phase: Mapping[str, Any]) -> Iterator[Deviation]:

@@ -9,7 +9,16 @@ from llama_phase.gguf_facts import ModelFacts
 from llama_phase.plan_draft import DraftPlace
 from llama_phase.settings import Settings
 from llama_phase.speculation import MTP_GRAPHS, UPSTREAM_N_MAX, UPSTREAM_PARALLEL
-from llama_phase.upstream_flags import DRAFT_N_MAX, DRAFT_TYPE_K, DRAFT_TYPE_V, PARALLEL, flag_value, spec_types
+from llama_phase.upstream_flags import (
+    DRAFT_N_MAX,
+    DRAFT_TYPE_K,
+    DRAFT_TYPE_V,
+    FALSE,
+    FLASH,
+    PARALLEL,
+    flag_value,
+    spec_types,
+)
 
 _MIB = 1 << 20
 MIN_TOKENS_FLOOR = 240  # of engine/phase-ubatch.cpp
@@ -50,6 +59,7 @@ class Choices:
     sequences: int = UPSTREAM_PARALLEL
     kv: str = "device"
     kv_rows: int | None = None  # None: auto
+    flash: bool = True  # flash attention, which llama.cpp's `auto` finds possible on a GPU
     draft_tokens: int = 0  # longest MTP draft; the recurrent state is kept once more for each of its tokens
     draft_type_k: str = "f16"
     draft_type_v: str = "f16"
@@ -93,6 +103,7 @@ class Choices:
             sequences=int(sequences) if sequences.isdigit() else UPSTREAM_PARALLEL,
             kv=settings.kv,
             kv_rows=None if settings.kv_rows == "auto" else settings.kv_rows,
+            flash=flag_value(settings.upstream, FLASH) not in FALSE,
             draft_tokens=_draft_tokens(settings, facts),
             draft_type_k=types[2],
             draft_type_v=types[3],
@@ -103,20 +114,6 @@ class Choices:
     @property
     def cells(self) -> int:
         return -(-self.ctx // CONTEXT_CELLS) * CONTEXT_CELLS
-
-    @property
-    def kv_is_f16(self) -> bool:
-        """No other K/V goes to host memory."""
-        return self.type_k == self.type_v == "f16"
-
-    def kv_in_host(self, sparse: bool, sparse_bytes: float, free_bytes: float) -> bool:
-        """Whether a layer's K/V goes to host memory, as engine/kv-place.cpp decides. `sparse_bytes`: of all layers of
-        the device that pick rows with an indexer; `free_bytes`: what it has free beside weights."""
-        if not self.kv_is_f16:
-            return False
-        if self.kv == "auto":
-            return sparse and sparse_bytes > free_bytes / 2
-        return self.kv == "host-all" or (self.kv == "host" and sparse)
 
     def kept_rows(self, position_bytes: float, free_bytes: float) -> int:
         """Positions of K/V in host memory that a device keeps as well, as engine/kv-place.cpp decides.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llama_phase.gguf_facts import ModelFacts
@@ -18,7 +18,7 @@ from llama_phase.pcie import (
     link_bytes_per_s,
     passes,
 )
-from llama_phase.plan import ESTIMATES, Plan
+from llama_phase.plan import ESTIMATES, Plan, make_plan
 from llama_phase.plan_changes import changes
 from llama_phase.plan_choices import Choices
 from llama_phase.upstream_flags import CPU_MOE, NGL, normalise
@@ -44,6 +44,20 @@ class Report:
                 gpu.pcie_width or gpu.pcie_width_max,
             )
             for gpu in self.machine.gpus
+        ]
+
+    @property
+    def vram_bytes_per_token(self) -> list[float]:
+        """What a token more of context takes of each device in the decode phase, slots aside: the difference to a plan
+        of twice the context, masks, scores and the copy of one layer's host K/V included."""
+        choices = self.plan.choices
+        if choices.kv == "auto":  # may choose otherwise there
+            choices = replace(choices, kv="host" if any(d.kv_host_bytes for d in self.plan.devices) else "device")
+        twice = make_plan(self.facts, self.machine, replace(choices, ctx=2 * choices.cells))
+        return [
+            (more.fixed_bytes + more.decode_compute_bytes - device.fixed_bytes - device.decode_compute_bytes)
+            / choices.cells
+            for more, device in zip(twice.devices, self.plan.devices, strict=True)
         ]
 
     def prompt_seconds(self, tokens: int) -> float | None:
@@ -140,6 +154,7 @@ class Report:
             "phases": [
                 {"name": d.name, "decode_bytes": d.decode_bytes, "prefill_bytes": d.prefill_bytes} for d in plan.devices
             ],
+            "vram_bytes_per_token": self.vram_bytes_per_token,
             "changes": [asdict(change) for change in changes(self.facts, self.machine, plan.choices)],
             "pcie": {
                 "links_bytes_per_s": self.links,

@@ -49,8 +49,9 @@ def lines(report: Report) -> Iterator[str]:
     yield from _table(plan.devices, plan.choices.switches)
     yield "* an estimate"
     yield ""
-    if plan.choices.kv != "device" and not plan.choices.kv_is_f16:
-        yield f"K/V stays on the devices: LLAMA_PHASE_KV={plan.choices.kv} moves f16 only"
+    for device in plan.devices:
+        for reason in device.kv_reasons:
+            yield f"K/V stays on {device.name}: {reason}"
     if facts.moe_layers:
         most = f"at most {plan.slots_fit} fit, at least {plan.slots_needed} are needed"
         yield f"slots per layer: {plan.slots} ({most})"
@@ -61,8 +62,9 @@ def lines(report: Report) -> Iterator[str]:
         yield f"ring: {plan.ring_regions} layers" if plan.ring_regions else "ring: none, stock uploads"
     yield from _candidates(plan)
     if in_host := sum(device.kv_host_bytes for device in plan.devices):
-        on_device = sum(device.kv_bytes for device in plan.devices) / plan.choices.cells / 1024
-        yield f"K/V: {gib(in_host)} GiB in host memory; VRAM per token of context: {on_device:.1f} KiB"
+        yield f"K/V: {gib(in_host)} GiB in host memory"
+    each = ", ".join(f"{size / 1024:.1f}" for size in report.vram_bytes_per_token)
+    yield f"VRAM per token of context, decode phase *: {each} KiB"
     ram = "unknown" if plan.host_short_bytes is None else "enough" if not plan.host_short_bytes else "too little"
     yield f"host memory: {gib(plan.host_bytes)} GiB read there, {gib(plan.pinned_bytes)} GiB of it pinned; RAM: {ram}"
     yield from _pcie(report)

@@ -36,6 +36,10 @@ DRAFT_TYPE_V = ("--spec-draft-type-v", "-ctvd", "--cache-type-v-draft")
 SPEC_TYPE = ("--spec-type",)
 SPEC_DEFAULT = "--spec-default"  # adds ngram-mod
 PARALLEL = ("-np", "--parallel")
+FLASH = ("-fa", "--flash-attn")
+KV_OFFLOAD = ("-kvo", "--kv-offload")
+NO_KV_OFFLOAD = ("-nkvo", "--no-kv-offload")
+FALSE = ("off", "disabled", "false", "0")  # values of a flag or variable that llama-server reads as no
 # Flags of its server that llama-phase reads, by the variable that llama-server takes for the flag.
 FLAG_ENVIRONMENT = {
     "LLAMA_ARG_API_KEY_FILE": API_KEY_FILE,

@@ -18,6 +18,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from sparse_gguf import F16, F32, write_flash_next, write_sparse
 
+from llama_phase import plan_kv
 from llama_phase.errors import UsageError
 from llama_phase.gguf_facts import ModelFacts, read_facts
 from llama_phase.given_machine import with_given
@@ -452,14 +453,91 @@ def test_the_command_keeps_the_place_of_the_kv_and_all_flags(
     assert report.serve_argv[report.serve_argv.index("--") + 1 :] == flags
 
 
-def test_kv_of_another_type_stays_and_the_plan_says_so(flash: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLAMA_PHASE_KV", "host")
-    choices = Choices.of(Settings.load(model=flash.path, ctx=32768, upstream=["-ctk", "q8_0"]), flash)
-    plan = make_plan(flash, machine("24"), choices)
-    assert plan.devices[0].kv_host_bytes == 0
-    assert "K/V stays on the devices: LLAMA_PHASE_KV=host moves f16 only" in list(
-        lines(Report(flash, machine("24"), plan))
-    )
+@pytest.mark.parametrize(
+    ("upstream", "reason"),
+    [
+        (["-ctk", "q8_0"], "only f16 K/V is read in place"),
+        (["-fa", "off"], "without flash attention (-fa on)"),
+        (["-fa", "on", "--flash-attn", "0"], "without flash attention (-fa on)"),
+    ],
+)
+@pytest.mark.parametrize("kv", ["host", "host-all", "auto"])
+def test_kv_that_cannot_be_read_in_place_stays_and_the_plan_says_why(
+    flash: ModelFacts, monkeypatch: pytest.MonkeyPatch, upstream: list[str], reason: str, kv: str
+) -> None:
+    """In VRAM it counts; 10 GB are less than half of the 262144 tokens' K/V."""
+    monkeypatch.setenv("LLAMA_PHASE_KV", kv)
+    choices = Choices.of(Settings.load(model=flash.path, ctx=262144, upstream=upstream), flash)
+    plan = make_plan(flash, machine("10"), choices)
+    assert plan.devices[0].kv_host_bytes == plan.devices[0].kv_rows_bytes == 0
+    stock = make_plan(flash, machine("10"), replace(choices, kv="device"))
+    assert plan.devices[0].kv_bytes == stock.devices[0].kv_bytes
+    said = [line for line in lines(Report(flash, machine("10"), plan)) if line.startswith("K/V stays on GPU 0: ")]
+    assert len(said) == 1 and reason in said[0]
+    works = Choices.of(Settings.load(model=flash.path, ctx=262144, upstream=["-fa", "auto"]), flash)
+    assert make_plan(flash, machine("10"), works).devices[0].kv_host_bytes > 0
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> ModelFacts:
+    """No indexer, 8 KiB of K/V a token."""
+    metadata = {
+        "general.architecture": "llama",
+        "llama.block_count": 2,
+        "llama.embedding_length": 1024,
+        "llama.attention.head_count": 8,
+        "llama.context_length": 131072,
+    }
+    tensors = {"token_embd.weight": ((1024, 100), F32)}
+    tensors |= {f"blk.{layer}.attn_k.weight": ((1024, 1024), F16) for layer in range(2)}
+    return read_facts(write_sparse(tmp_path / "dense.gguf", metadata, tensors))
+
+
+def test_a_dense_model_keeps_its_kv_and_the_plan_says_what_it_would_cost(dense: ModelFacts) -> None:
+    """1 GiB a token at 131072; several GPUs have a line each."""
+    choices = Choices(ctx=131072, kv="host")
+    plan = make_plan(dense, machine("8"), choices)
+    assert plan.devices[0].kv_host_bytes == plan.devices[0].kv_rows_bytes == 0 and plan.devices[0].kv_bytes == GIB
+    text = list(lines(Report(dense, machine("8"), plan)))
+    assert [line for line in text if line.startswith("K/V")][1:] == [
+        "K/V stays on GPU 0: dense attention would read 1024 MiB over the link for each token of a full context, at "
+        "most 23.3 tok/s at 25 GB/s (LLAMA_PHASE_KV=host-all does it all the same)"
+    ]
+    text = list(lines(Report(dense, machine("4,10"), make_plan(dense, machine("4,10"), choices))))
+    assert sum("would read 512 MiB" in line and "46.6 tok/s" in line for line in text) == 2
+    assert make_plan(dense, machine("8"), replace(choices, kv="auto")).devices[0].kv_reasons == ()
+    forced = make_plan(dense, machine("8"), replace(choices, kv="host-all")).devices[0]
+    assert (forced.kv_host_bytes, forced.kv_rows, forced.kv_reasons) == (GIB, 0, ())
+    other = make_plan(replace(dense, has_indexer=True), machine("8"), choices).devices[0]
+    assert "of models with an indexer, only qwen4exp is known" in other.kv_reasons[0]
+
+
+@pytest.mark.parametrize(("ubatch", "on_host", "on_device"), [(64, 5.5, 15.8), (128, 6.1, 15.9), (512, 8.8, 18.6)])
+def test_vram_per_token_of_context_is_what_an_h200_measured(
+    tmp_path: Path, ubatch: int, on_host: float, on_device: float
+) -> None:
+    """docs/performance.md, in KiB: flash-next-small with 6 attention layers, between 16k and 128k. Within 3 %."""
+    facts = read_facts(write_flash_next(tmp_path, layers=24, n_embd=2048, n_ff=256))
+    for kv, measured in (("host", on_host), ("device", on_device)):
+        choices = Choices(ctx=16384, ubatch=ubatch, sequences=1, slots=0, kv=kv)
+        report = Report(facts, machine("139"), make_plan(facts, machine("139"), choices))
+        (size,) = report.vram_bytes_per_token
+        assert size / 1024 == pytest.approx(measured, rel=0.03)
+        assert f"VRAM per token of context, decode phase *: {size / 1024:.1f} KiB" in list(lines(report))
+        assert report.as_dict()["vram_bytes_per_token"] == [size]
+
+
+def test_vram_per_token_is_of_where_the_kv_is_now(flash: ModelFacts) -> None:
+    """`auto` would move it at twice this context; there is a figure for each GPU."""
+    auto = Choices(ctx=262144, kv="auto")
+    reports = [
+        Report(flash, machine("11,11"), make_plan(flash, machine("11,11"), replace(auto, kv=kv)))
+        for kv in ("auto", "device", "host")
+    ]
+    here, device, host = (report.vram_bytes_per_token for report in reports)
+    twice = make_plan(flash, machine("11,11"), replace(auto, ctx=524288))
+    assert sum(d.kv_host_bytes for d in reports[0].plan.devices) == 0 < sum(d.kv_host_bytes for d in twice.devices)
+    assert here == device and len(here) == 2 and sum(here) > sum(host)
 
 
 @pytest.mark.parametrize("flag", ["--n-cpu-moe 20", "-ot exps=CPU", "-ngl 30"])
@@ -578,6 +656,8 @@ def test_constants_are_those_of_the_engine() -> None:
     (regions,) = re.findall(r"RING_REGIONS_LEAST = (\d+);", source)
     (floor,) = re.findall(r"MIN_TOKENS_FLOOR = (\d+);", source)
     (ubatches,) = re.findall(r"uint32_t ubatch : \{ ([\du, ]+) \}", source)
+    (link,) = re.findall(r"PHASE_LINK_BYTES_PER_S = ([\de]+);", source)
+    assert float(link) == plan_kv.LINK_BYTES_PER_S
     assert (int(regions), int(floor)) == (RING_LEAST, MIN_TOKENS_FLOOR)
     assert tuple(int(n.strip(" u")) for n in ubatches.split(",")) == UBATCHES
 
