@@ -8,7 +8,7 @@ order. Flags of llama-server in a file that are no settings come before those af
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,10 +23,14 @@ from llama_phase.plan_ubatch import UBATCHES
 from llama_phase.upstream_flags import (
     API_KEY_FILE,
     API_PREFIX,
+    FALSE,
     FLAG_ENVIRONMENT,
+    KV_OFFLOAD,
+    NO_KV_OFFLOAD,
     SLOT_SAVE_PATH,
     SSL_CERT,
     flag_value,
+    normalise,
     split_upstream,
 )
 
@@ -196,6 +200,7 @@ class Settings(BaseSettings):
         self._check_batches()
         self._check_hosts()
         self._check_ports()
+        self._check_kv()
         if self.api_key is not None:
             check_api_key(self.probe_key or "", f"api_key ({self.source('api_key')})")
 
@@ -224,6 +229,23 @@ class Settings(BaseSettings):
                 f"({self.source('metrics_port')})",
                 fix="choose another --metrics-port, or --port",
             )
+
+    def _check_kv(self) -> None:
+        """Flags that llama.cpp obeys before it asks where a layer's K/V goes."""
+        if self.kv == "device":
+            return
+        given = [word for word in self.upstream if normalise(word) in (*KV_OFFLOAD, *NO_KV_OFFLOAD)]
+        if given and normalise(given[-1]) in NO_KV_OFFLOAD:
+            what, drop = f"`{given[-1]}` ({self.source('upstream')})", given[-1]
+        elif not given and (variable := _no_kv_offload(os.environ)):
+            what, drop = f"{variable} (environment)", variable
+        else:
+            return
+        raise UsageError(
+            f"{what} takes all K/V and its attention to the CPU, so that kv {self.kv} ({self.source('kv')}) would mean "
+            "nothing",
+            fix=f"drop {drop}, and the GPU reads K/V in host memory; or set LLAMA_PHASE_KV=device",
+        )
 
     @property
     def tcp_hosts(self) -> list[str]:
@@ -273,6 +295,13 @@ class Settings(BaseSettings):
         """Folder for the saved state of the server's slots."""
         given = flag_value(self.upstream, SLOT_SAVE_PATH)
         return Path(given) if given else self.state_path / "conversations" / f"port{self.port}"
+
+
+def _no_kv_offload(environment: Mapping[str, str]) -> str:
+    """The variable that is -nkvo for llama-server; empty when none is set so."""
+    if "LLAMA_ARG_NO_KV_OFFLOAD" in environment:  # with any value
+        return "LLAMA_ARG_NO_KV_OFFLOAD"
+    return "LLAMA_ARG_KV_OFFLOAD" if environment.get("LLAMA_ARG_KV_OFFLOAD") in FALSE else ""
 
 
 def argv(settings: Settings) -> list[str]:

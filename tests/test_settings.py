@@ -44,6 +44,33 @@ def refusal(**flags: object) -> str:
     return f"{caught.value} | {caught.value.fix}"
 
 
+@pytest.mark.parametrize("words", [["-nkvo"], ["--kv-offload", "--no_kv_offload"], ["-np", "1", "-nkvo", "-fa", "on"]])
+@pytest.mark.parametrize("kv", ["host", "auto", "host-all"])
+def test_no_kv_offload_beside_kv_in_host_memory_is_refused(words: list[str], kv: str) -> None:
+    """llama.cpp takes K/V to the CPU then, before the engine is asked where it goes."""
+    said = refusal(kv=kv, upstream=words)
+    assert f"kv {kv} (flag)" in said and "upstream flags" in said and "LLAMA_PHASE_KV=device" in said
+    assert load(upstream=words).kv == "device" and load(kv=kv, upstream=[*words, "-kvo"]).kv == kv
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "refused"),
+    [
+        ("LLAMA_ARG_KV_OFFLOAD", "off", True),
+        ("LLAMA_ARG_KV_OFFLOAD", "1", False),
+        ("LLAMA_ARG_NO_KV_OFFLOAD", "1", True),
+    ],
+)
+def test_so_is_its_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str, refused: bool) -> None:
+    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LLAMA_PHASE_KV", "host")
+    assert load(upstream=["-kvo"]).kv == "host", "a flag counts more"
+    if not refused:
+        assert load().kv == "host"
+        return
+    assert f"{name} (environment)" in (said := refusal()) and "kv host (environment LLAMA_PHASE_KV)" in said
+
+
 def test_every_setting_has_its_variable() -> None:
     for name in set(Settings.model_fields) - {"upstream"}:
         assert "LLAMA_PHASE_" + name.upper() in registry(), name
