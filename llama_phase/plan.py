@@ -256,7 +256,9 @@ def _bare_device(
         return sum(plan_compute.compute_bytes(those, width, tokens, choices.cells, chunk) for those, width in contexts)
 
     dense_bytes = sum(layer.dense_bytes for layer in layers) + (facts.output_bytes if has_output else 0)
-    kv = kv_places(facts, choices, layers, free - CONTEXT_BYTES - dense_bytes)
+    planned = {layer.index for layer in layers if facts.draft is None or not layer.draft}
+    unused = [layer for layer in facts.layers if layer.mtp and layer.index not in planned] if has_output else []
+    kv = kv_places(facts, choices, layers, unused, free - CONTEXT_BYTES - dense_bytes)
     staged = max(kv.host, default=0)  # prompts read a copy of one layer's K/V at a time
     indexer_bytes = sum(
         int(layer.indexer_k * KV_TYPES[choices.draft_type_k if layer.draft else choices.type_k] * choices.cells)

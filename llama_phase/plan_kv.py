@@ -68,47 +68,51 @@ def _dense_reads(size: float) -> str:
     )
 
 
-def kv_places(facts: ModelFacts, choices: Choices, layers: Sequence[LayerFacts], free_bytes: float) -> KvPlaces:
-    """`layers`: of one device, which has `free_bytes` beside weights."""
-    own = facts.draft or facts  # of the draft
-    models = [own if layer.draft else facts for layer in layers]
-    sizes = [int(_position_bytes(layer, choices) * choices.cells) for layer in layers]
-    sparse = [
-        model.architecture in SPARSE_IN_PLACE and layer.indexer_k > 0
-        for model, layer in zip(models, layers, strict=True)
-    ]
-    sparse_bytes = sum(size for size, is_sparse in zip(sizes, sparse, strict=True) if is_sparse)
+def kv_places(
+    facts: ModelFacts, choices: Choices, layers: Sequence[LayerFacts], unused: Sequence[LayerFacts], free_bytes: float
+) -> KvPlaces:
+    """`layers`: of one device, which has `free_bytes` beside weights; `unused`: layers there that are no part of the
+    plan, which the engine counts in what all layers of a model would take."""
+
+    def model_of(layer: LayerFacts) -> ModelFacts:
+        return facts.draft if facts.draft and layer.draft else facts
+
+    def is_sparse(layer: LayerFacts) -> bool:
+        return model_of(layer).architecture in SPARSE_IN_PLACE and layer.indexer_k > 0
+
     host, reasons = [], []
-    for model, layer, size, is_sparse in zip(models, layers, sizes, sparse, strict=True):
+    for layer in layers:
         if layer.kind not in ("attention", "both"):
             host.append(0)
             continue
-        type_k, type_v = _types(layer, choices)
+        types = _types(layer, choices)
+        all_there = [(x, _bytes(x, types, choices)) for x in (*layers, *unused) if model_of(x) is model_of(layer)]
         of_layer = KvFacts(
-            sparse=is_sparse,
-            indexer=model.has_indexer,
-            f16=type_k == "f16" and (type_v == "f16" or layer.kv_v == 0),
+            sparse=is_sparse(layer),
+            indexer=model_of(layer).has_indexer,
+            f16=types[0] == "f16" and (types[1] == "f16" or layer.kv_v == 0),
             flash=choices.flash,
-            sparse_bytes=sparse_bytes,
-            dense_bytes=sum(sizes) - sparse_bytes,
+            sparse_bytes=sum(size for x, size in all_there if is_sparse(x)),
+            dense_bytes=sum(size for x, size in all_there if not is_sparse(x)),
             free_bytes=free_bytes,
         )
         in_host, reason = choose(choices.kv, of_layer)
-        host.append(size if in_host else 0)
+        host.append(_bytes(layer, types, choices) if in_host else 0)
         if reason and reason not in reasons:
             reasons.append(reason)
-    kept = [size for size, is_sparse in zip(host, sparse, strict=True) if size and is_sparse]
+    kept = [size for size, layer in zip(host, layers, strict=True) if size and is_sparse(layer)]
     rows, kept_bytes = _kept(kept, choices, free_bytes)
-    return KvPlaces(sum(sizes), tuple(host), rows, kept_bytes, tuple(reasons))
+    all_bytes = sum(_bytes(layer, _types(layer, choices), choices) for layer in layers)
+    return KvPlaces(all_bytes, tuple(host), rows, kept_bytes, tuple(reasons))
 
 
 def _types(layer: LayerFacts, choices: Choices) -> tuple[str, str]:
     return (choices.draft_type_k, choices.draft_type_v) if layer.draft else (choices.type_k, choices.type_v)
 
 
-def _position_bytes(layer: LayerFacts, choices: Choices) -> float:
-    k, v = _types(layer, choices)
-    return (layer.kv_k or 0) * KV_TYPES[k] + (layer.kv_v or 0) * KV_TYPES[v]
+def _bytes(layer: LayerFacts, types: tuple[str, str], choices: Choices) -> int:
+    k, v = types
+    return int(((layer.kv_k or 0) * KV_TYPES[k] + (layer.kv_v or 0) * KV_TYPES[v]) * choices.cells)
 
 
 def _kept(sizes: list[int], choices: Choices, free_bytes: float) -> tuple[int, int]:

@@ -67,7 +67,13 @@ def reported(plan: Plan, **changes: int) -> dict:
         own = plan.draft_slots * FLASH_EXPERT_BYTES
         contexts[0] |= {"slot_bytes": values["slot_bytes"] - own, "layers": layers[1:]}
         contexts.append({"slots_per_layer": plan.draft_slots, "slot_bytes": own, "pinned_bytes": 0, "layers": [{}]})
-    return {"experts": contexts, "memory": memory, "last_enter_steps": steps}
+    host = [
+        {"device": f"CUDA{i}", "place": "host", "bytes": d.kv_host_bytes, "rows": {"kept": d.kv_rows}}
+        for i, d in enumerate(plan.devices)
+        if d.kv_host_bytes
+    ]
+    kv = {"contexts": [{"layers": host}]}
+    return {"experts": contexts, "memory": memory, "last_enter_steps": steps, "kv": kv}
 
 
 def test_an_engine_that_does_what_was_planned_deviates_nowhere(plan: Plan) -> None:
@@ -87,7 +93,28 @@ def test_contexts_are_compared_together_and_experts_with_experts(flash: ModelFac
     for experts in phase["experts"]:
         experts["pinned_bytes"] = 0
     phase["experts"][0]["pinned_bytes"] = 49 * 512 * FLASH_EXPERT_BYTES
-    assert [d for d in compare(plan, phase) if d.error] == []
+    found = compare(plan, phase)
+    assert [d for d in found if d.error] == []
+    assert {"K/V in host memory", "kept of host K/V"} & {d.item for d in found} == (
+        {"K/V in host memory", "kept of host K/V"} if kv == "host" else set()
+    )
+
+
+def test_kv_that_is_elsewhere_than_planned_is_named(flash: ModelFacts) -> None:
+    """A CPU engine keeps no positions of its own accord, a GPU that has little memory free neither."""
+    plan = make_plan(flash, MACHINE, Choices(ctx=32768, kv="host"))
+    phase = reported(plan, pinned_bytes=flash.experts_bytes)
+    (layers,) = (context["layers"] for context in phase["kv"]["contexts"])
+    for layer in layers:
+        del layer["rows"]
+    said = [str(d) for d in compare(plan, phase) if d.is_notable]
+    assert said == [f"kept of host K/V: {12 * 16384} positions planned, 0 positions reported"]
+    for layer in layers:
+        layer["device"] = "CPU"
+    assert [d for d in compare(plan, phase) if d.is_notable] == []
+    layers.clear()
+    said = [str(d) for d in compare(plan, phase) if d.is_notable]
+    assert said == ["K/V in host memory: 768 MiB planned, 0 MiB reported"]
 
 
 def test_an_mtp_draft_streams_nothing_so_its_layer_takes_no_place_in_the_ring(tmp_path: Path) -> None:
@@ -305,6 +332,39 @@ def test_what_is_computed_agrees_with_the_real_engine(one_server, prompt, model_
     assert len(said) == 1 and "most in slots per layer: 32 slots planned, 24 slots reported" in said[0], said
     assert plan_check.find(tmp_path.parent, facts.path) == []
     assert len(plan_check.find(tmp_path, facts.path)) == len(found)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("draft", [(), ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")])
+@pytest.mark.parametrize("rows", ["300", "auto"])
+def test_kv_in_host_memory_agrees_with_the_real_engine(one_server, model_path, rows: str, draft) -> None:
+    """To the byte, and positions kept to the one; a CPU engine keeps none unless it is given a number."""
+    given = {"ctx": 8192, "kv": "host", "kv_rows": rows, "expert_slots": 24, "expert_batch": 4}
+    settings = Settings.load(model=model_path("qwen4exp"), upstream=["-ngl", "99", "--cpu-moe", *draft], **given)
+    plan, why = plan_check.plan_of(settings, with_given(Machine(), vram="24", ram="192"))
+    assert plan is not None, why
+    environment = {"KV": "host", "KV_ROWS": rows, "EXPERT_SLOTS": "24", "EXPERT_BATCH": "4"}
+    server = one_server("qwen4exp", "--no-repack", *draft, sizes={"ctx": 8192}, **environment)
+    found = {deviation.item: deviation for deviation in compare(plan, server.phase())}
+    assert found["K/V in host memory"].reported > 0
+    assert ("kept of host K/V" in found) == (rows == "300")
+    assert {item: deviation.error for item, deviation in found.items() if deviation.error} == {}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [("qwen3moe", []), ("qwen4exp", ["-ctk", "q8_0"]), ("qwen4exp", ["-fa", "off"]), ("qwen35moe", [])],
+)
+def test_kv_stays_for_the_reason_that_the_plan_gave(one_server, model_path, model: str, flags: list[str]) -> None:
+    """Word for word, what a dense model would read included; the plan names the speed of the link as well."""
+    settings = Settings.load(model=model_path(model), ctx=8192, kv="host", upstream=flags)
+    facts = read_facts(settings.model)
+    plan = make_plan(facts, with_given(Machine(), vram="24"), Choices.of(settings, facts))
+    layers = one_server(model, *flags, sizes={"ctx": 8192}, KV="host").phase()["kv"]["contexts"][0]["layers"]
+    assert sum(device.kv_host_bytes for device in plan.devices) == 0
+    planned = {reason.replace(" at 25 GB/s", "") for device in plan.devices for reason in device.kv_reasons}
+    assert planned == {layer["reason"] for layer in layers} and len(planned) == 1
 
 
 @pytest.mark.engine
