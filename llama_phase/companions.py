@@ -175,11 +175,14 @@ def companions_for(settings: Settings, status: SupervisorStatus, say: Callable[[
     """Those these settings and the environment ask for. Raises PortBusy or UsageError for the metrics' port,
     UsageError for conversations that would not be found again."""
     from llama_phase.instance import folder_of
+    from llama_phase.kv_companion import KvNote
     from llama_phase.plan_companion import PlanCheck
 
     found: list[Companion] = [PortStandin(), ServiceManager(os.environ)]
     if settings.check_plan:
         found.append(PlanCheck(folder_of(settings), say))
+    if settings.kv != "device":
+        found.append(KvNote(say))
     if settings.keep_conversations:
         found.append(Conversations(settings, say))
     if settings.metrics_port:

@@ -14,8 +14,12 @@ import pytest
 from fake_world import World, until
 from supervised import SMALL, Run
 
+from llama_phase.companions import companions_for
+from llama_phase.detached import summary
+from llama_phase.kv_companion import KvNote, kv_notes
 from llama_phase.server import Server
 from llama_phase.settings import Settings
+from llama_phase.supervisor_status import SupervisorStatus
 
 pytestmark = pytest.mark.engine
 # of the real server; TEST_CYCLES=100 for the long run
@@ -36,6 +40,38 @@ def test_l7_ready_means_that_a_whole_prefill_went_there_and_back(real: Callable[
 def test_l7_phases_off_needs_no_switch(real: Callable[..., Run]) -> None:
     status = real(prefill_mode="off").until_state("ready", "failed")
     assert status.state == "ready" and httpx.get(f"{status.url}/phase").json()["mode"] == "off"
+
+
+def test_status_says_where_the_kv_is(real: Callable[..., Run], model_path: Callable[[str], Path]) -> None:
+    """In host memory, or why not; nothing when nobody asked."""
+
+    def noted(it: Run) -> str:
+        assert it.until_state("ready", "failed").state == "ready", it.status.failure
+        until(lambda: it.status.notes, "a note")
+        (note,) = it.status.notes
+        assert f"  {note}" in summary(it.status) and note in it.said
+        it.close()
+        return note
+
+    note = noted(real(model=model_path("qwen4exp"), kv="host", kv_rows=300))
+    assert note == "K/V of 2 layers in host memory, 2 MiB; the device keeps 300 positions of a layer as well"
+    assert " stays on CPU: dense attention would read" in noted(real(kv="host"))
+    silent = Settings.load(model=model_path("qwen4exp"))
+    assert not [one for one in companions_for(silent, SupervisorStatus(), print) if isinstance(one, KvNote)]
+
+
+def test_kv_notes_of_several_places() -> None:
+    def layer(place: str, device: str, gib: int, **more: object) -> dict:
+        return {"place": place, "device": device, "bytes": gib << 30, **more}
+
+    first = [layer("host", "CUDA0", 2, rows={"kept": 16384}), layer("host", "CUDA1", 1, rows={"kept": 5000})]
+    second = [layer("host", "CUDA1", 1), layer("device", "CUDA1", 1, reason="why"), layer("device", "CUDA1", 1)]
+    phase = {"kv": {"contexts": [{"layers": [*first, layer("device", "CUDA1", 1, reason="why")]}, {"layers": second}]}}
+    assert list(kv_notes(phase)) == [
+        "K/V of 3 layers in host memory, 4.00 GiB; the device keeps 5000 or 16384 positions of a layer as well",
+        "K/V of 2 layers stays on CUDA1: why",
+    ]
+    assert list(kv_notes({"kv": {"contexts": [{"layers": []}]}})) == list(kv_notes({})) == []
 
 
 @pytest.mark.parametrize(
