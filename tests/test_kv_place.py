@@ -15,6 +15,7 @@ from engine_server import (
     DECODE_UBATCH,
     MIN_TOKENS,
     PHASE_BIN,
+    Answer,
     EngineServer,
     Fleet,
     assert_same_but_for_ties,
@@ -56,6 +57,16 @@ def rows_found(server: EngineServer, member: int = 0) -> tuple[int, int]:
     """Positions that attention read of layers whose rows are kept as well, and how many had to be copied first."""
     kept = [layer["rows"] for layer in places(server, member)["layers"] if "rows" in layer]
     return sum(rows["looked_up"] for rows in kept), sum(rows["missed"] for rows in kept)
+
+
+def answers_of_one_request(server: EngineServer, prompts: list[list[int]]) -> list[Answer]:
+    replies = server.post(prompts, 16).json()
+    return [Answer.of(reply) for reply in sorted(replies, key=lambda reply: reply["index"])]
+
+
+def metric(server: EngineServer, name: str) -> float:
+    (line,) = (line for line in server.metrics_text().splitlines() if line.startswith(f"llama_phase_{name} "))
+    return float(line.split()[-1])
 
 
 @pytest.mark.parametrize(
@@ -100,15 +111,16 @@ def test_phases(servers: KvFleet, prompt, model: str, chunk: str) -> None:
     assert host.counters()["entered"] == device.counters()["entered"] == 2
 
 
-@pytest.mark.parametrize("n_draft", [1, 7])
-def test_verify_batches(servers: KvFleet, prompt, n_draft: int) -> None:
+@pytest.mark.parametrize(("n_draft", "longest"), [(1, 2500), (7, 5000)])
+def test_verify_batches(servers: KvFleet, prompt, n_draft: int, longest: int) -> None:
     """The draft's layer has K/V of its own, in host memory too."""
     model, args = "qwen4exp", mtp(n_draft)
     host, device = servers.host(model, *args), servers.device(model, *args)
-    for n in (5, 2500):
+    for n in (5, longest):
         of_host, of_device = both(host, device, prompt(model, n), n=40)
         assert of_host == of_device
-    assert places(host)["host_bytes"] > 0
+        assert of_host.timings["draft_n"] == of_device.timings["draft_n"] > 0
+    assert [context["host_bytes"] > 0 for context in host.phase()["kv"]["contexts"]] == [True, True]
 
 
 @pytest.mark.parametrize("unified", ["-kvu", "-no-kvu"])
@@ -121,6 +133,30 @@ def test_four_slots(servers: KvFleet, prompt, unified: str) -> None:
         answers = list(pool.map(lambda tokens: host.complete(tokens, n=16), prompts))
     for tokens, answer in zip(prompts, answers, strict=True):
         assert_same_but_for_ties(answer.tokens, device.complete(tokens, n=16))
+
+
+@pytest.mark.parametrize(
+    ("model", "unified", "rows"),
+    [
+        ("qwen4exp", "-kvu", "1500"),
+        ("qwen4exp", "-no-kvu", "0"),
+        ("qwen4exp-no-ple-exact", "-no-kvu", "1500"),
+        ("qwen4exp-no-ple-exact", "-kvu", "0"),
+    ],
+)
+def test_four_prompts_of_one_request(servers: KvFleet, prompt, model: str, unified: str, rows: str) -> None:
+    """Their answers share their batches, the same ones every time: bit for bit, log-probabilities included, also of a
+    model whose answers depend on the batch."""
+    sizes = {"ctx": 4 * 2048, "parallel": 4}
+    host = servers.host(model, unified, env={"LLAMA_PHASE_KV_ROWS": rows}, **sizes)
+    device = servers.device(model, unified, **sizes)
+    prompts = [list(prompt(model, n, seed=n)) for n in (1500, 30, 700, 9)]
+    with ThreadPoolExecutor(2) as pool:
+        of_host, of_device = pool.map(lambda server: answers_of_one_request(server, prompts), (host, device))
+    assert of_host == of_device
+    assert all(len(answer.tokens) == len(answer.logprobs) == 16 for answer in of_host)
+    if rows != "0":
+        assert rows_found(host)[1] > 0
 
 
 @pytest.mark.parametrize("saved_on_host", [True, False])
@@ -159,9 +195,13 @@ def test_growing_conversation(servers: KvFleet, prompt, model: str) -> None:
         assert of_host == of_device, f"turn {turn + 1}"
         assert of_host.n_cached == of_device.n_cached and (turn == 0 or of_host.n_cached > 0)
         history += of_host.tokens
-    fork = [*history[:900], *prompt(model, 50, seed=99)]
-    of_host, of_device = both(host, device, fork, cache=True)
-    assert of_host == of_device
+    for length in (1600, 900):
+        fork = [*history[:length], *prompt(model, 50, seed=length)]
+        of_host, of_device = both(host, device, fork, cache=True)
+        assert of_host == of_device
+        assert of_host.n_cached == of_device.n_cached
+        # behind the checkpoint of the first turn it is restored, before it nothing can be
+        assert 1000 < of_host.n_cached < 1600 if length == 1600 else of_host.n_cached == 0
 
 
 def test_host_prompt_cache(servers: KvFleet, prompt) -> None:
@@ -187,6 +227,18 @@ def test_context_shift_of_a_dense_model(servers: KvFleet, prompt) -> None:
     assert len(of_host.tokens) == 400, "more than the context holds"
     assert of_host == of_device
     assert places(host)["device_bytes"] == 0
+
+
+def test_qwen4exp_shifts_no_context(servers: KvFleet, prompt) -> None:
+    """Upstream shifts none whose positions have several parts: it says so, and the answer ends where the context does,
+    with K/V on the host as on the device."""
+    model, sizes = "qwen4exp", {"ctx": 1024}
+    host, device = (place(model, "--context-shift", **sizes) for place in (servers.host, servers.device))
+    of_host, of_device = both(host, device, prompt(model, 800), n=400)
+    assert len(of_host.tokens) == 1024 - 800, "no more than the context holds"
+    assert of_host == of_device and places(host)["device_bytes"] == 0
+    for server in (host, device):
+        assert "KV cache shifting is not supported for this context" in server.log_text()
 
 
 @pytest.mark.parametrize(
@@ -242,7 +294,12 @@ def test_kept_rows_are_the_rows(servers: KvFleet, prompt, rows: str) -> None:
         assert of_host == of_device
     looked_up, missed = rows_found(host)
     assert 0 < missed < looked_up
-    assert f"llama_phase_kv_rows_missed_total {missed}" in host.metrics_text()
+    layers = places(host)["layers"]
+    assert metric(host, 'kv_bytes{place="host"}') == places(host)["host_bytes"] > 0
+    assert metric(host, 'kv_bytes{place="device"}') == 0
+    assert metric(host, "kv_rows") == len(layers) * int(rows) > 0
+    assert metric(host, "kv_rows_looked_up_total") == looked_up
+    assert metric(host, "kv_rows_missed_total") == missed
 
 
 def test_kept_rows_with_several_threads(servers: KvFleet, prompt) -> None:
