@@ -16,6 +16,11 @@ from supervised import SMALL, Run
 MODELS_DIR = ROOT / "models"
 GEMMA = "gemma"
 
+# a recurrent layer and one of indexed attention, for prompts of tens of thousands of tokens
+THIN = {"layers": 2, "attn_every": 2, "n_embd": 64, "heads": 2, "heads_kv": 1, "head_dim": 32, "rope_dim": 16,
+        "experts": 4, "experts_used": 1, "hc_rank": 8, "idx_heads": 1, "idx_dim": 32, "ple": False,
+        "mtp": "no"}  # fmt: skip
+
 # name -> preset and overrides. Split-dependent unless it ends in -exact (F32 throughout).
 MODELS: dict[str, tuple[str, dict]] = {
     "qwen4exp": ("tiny", {}),
@@ -25,6 +30,7 @@ MODELS: dict[str, tuple[str, dict]] = {
     "qwen3moe-exact": ("tiny-moe-exact", {}),
     "qwen35moe-exact": ("tiny-35-exact", {}),
     "qwen4exp-no-ple-exact": ("tiny-exact", {"ple": False}),
+    "qwen4exp-thin": ("tiny", THIN),
 }
 
 

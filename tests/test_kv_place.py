@@ -100,6 +100,20 @@ def test_host_equals_device(servers: KvFleet, prompt, model: str, n: int) -> Non
     assert places(host)["host_bytes"] > 0 == places(host)["device_bytes"]
 
 
+def test_a_prompt_of_40000_tokens(servers: KvFleet, prompt) -> None:
+    """And a second turn, whose rows are found among 4096 kept ones or not."""
+    model, sizes = "qwen4exp-thin", {"ubatch": 512, "batch": 2048, "ctx": 40960}
+    host = servers.host(model, env={"LLAMA_PHASE_KV_ROWS": "4096"}, **sizes)
+    device = servers.device(model, **sizes)
+    first = list(prompt(model, 40000))
+    of_host, of_device = both(host, device, first, n=40, cache=True)
+    assert of_host == of_device
+    of_host, of_device = both(host, device, [*first, *of_host.tokens, *prompt(model, 30, seed=2)], n=40, cache=True)
+    assert of_host == of_device and of_host.n_cached == of_device.n_cached >= 40000
+    looked_up, missed = rows_found(host)
+    assert looked_up > 0 < missed
+
+
 @pytest.mark.parametrize(("model", "chunk"), [("qwen4exp", "0"), ("qwen4exp", "100"), ("qwen4exp-no-ple-exact", "0")])
 def test_phases(servers: KvFleet, prompt, model: str, chunk: str) -> None:
     """Two micro-batches, entered and left; both servers switch. In chunks, all of a micro-batch's read one copy."""
