@@ -26,14 +26,15 @@ struct host_rows {
         phase_kv_rows_clear(group, state);
     }
 
-    void find(const std::vector<int32_t> & rows) {
+    // returns how many were copied
+    int32_t find(const std::vector<int32_t> & rows) {
         const int32_t n = phase_kv_rows_lookup(group, state, shared, phase_kv_rows_list { rows.data() }, (int32_t) rows.size());
         for (int32_t i = 0; i < n; ++i) {
             const size_t row = state.jobs[2*i], slot = state.jobs[2*i + 1];
             std::memcpy(&k[slot*shape.k_bytes], shape.k + row*shape.k_bytes, shape.k_bytes);
             std::memcpy(&v[slot*shape.v_bytes], shape.v + row*shape.v_bytes, shape.v_bytes);
         }
-        counters.missed += n;
+        return n;
     }
 };
 
@@ -81,7 +82,7 @@ void compute(ggml_tensor * dst, int ith, int /*nth*/, void * userdata) {
     std::sort(wanted.begin(), wanted.end());
     wanted.erase(std::unique(wanted.begin(), wanted.end()), wanted.end());
     if (mask && (int64_t) wanted.size() <= rows.shape.n_slots) {
-        rows.find(wanted);
+        rows.counters.missed    += rows.find(wanted);
         rows.counters.looked_up += wanted.size();
         rows.counters.runs      += 1;
         std::memset(k_dst, 0, ggml_nbytes(dst));

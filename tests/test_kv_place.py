@@ -111,7 +111,7 @@ def test_a_prompt_of_40000_tokens(servers: KvFleet, prompt) -> None:
     of_host, of_device = both(host, device, [*first, *of_host.tokens, *prompt(model, 30, seed=2)], n=40, cache=True)
     assert of_host == of_device and of_host.n_cached == of_device.n_cached >= 40000
     looked_up, missed = rows_found(host)
-    assert looked_up > 0 < missed
+    assert 0 < missed <= looked_up
 
 
 @pytest.mark.parametrize(("model", "chunk"), [("qwen4exp", "0"), ("qwen4exp", "100"), ("qwen4exp-no-ple-exact", "0")])
