@@ -8,7 +8,8 @@
 // early: what is missing is copied, what is there is used. A layer still being read (`active`) is never a target of copies ahead.
 //
 // A staged layer's copies are queued by the threads of a stager, between begin_copies and end_copies like any other's. Its `ready` is not
-// recorded when the layer's operator is queued, so the host waits for the stager first; what was queued before goes on meanwhile.
+// recorded when the layer's operator is queued, so the host waits for the stager first; what was queued before goes on meanwhile. The
+// operators behind a copy of the stager that failed return its error; freeing the ring does not, what no layer needed may fail.
 
 #include "expert-cuda-kernels.cuh"
 #include "expert-staging.h"
@@ -31,10 +32,11 @@ struct region {
 
     const phase_stream_op * op = nullptr; // copied last
     uint64_t                job = 0;      // of the stager, when that op is staged
-    cudaEvent_t             began = nullptr; // its copies: of the stopwatch, until they end
+    cudaEvent_t             began = nullptr; // its copies: of the stopwatch
 };
 
-// Times between two events of one stream, added up once the second is seen to be over. Events are used again.
+// Times between two events of one stream, added up once the second is seen to be over. Events are used again; one whose measurement
+// never came about, since a call failed, is destroyed with the rest.
 class stopwatch {
   public:
     cudaError_t mark(cudaStream_t stream, cudaEvent_t & event) {
@@ -44,6 +46,7 @@ class stopwatch {
             if (error != cudaSuccess) {
                 return error;
             }
+            events.push_back(event);
         } else {
             event = spare.back();
             spare.pop_back();
@@ -54,14 +57,8 @@ class stopwatch {
     cudaError_t measure(cudaEvent_t begin, cudaStream_t stream, bool exposed) {
         cudaEvent_t end = nullptr;
         const cudaError_t error = mark(stream, end);
-        std::lock_guard<std::mutex> guard(lock);
-        if (error != cudaSuccess) {
-            for (cudaEvent_t event : { begin, end }) {
-                if (event) {
-                    spare.push_back(event);
-                }
-            }
-        } else {
+        if (error == cudaSuccess) {
+            std::lock_guard<std::mutex> guard(lock);
             open[exposed].push_back({ begin, end });
         }
         return error;
@@ -88,13 +85,7 @@ class stopwatch {
     }
 
     ~stopwatch() {
-        for (auto & spans : open) {
-            for (auto & span : spans) {
-                spare.push_back(span.begin);
-                spare.push_back(span.end);
-            }
-        }
-        for (cudaEvent_t event : spare) {
+        for (cudaEvent_t event : events) {
             (void) cudaEventDestroy(event);
         }
     }
@@ -105,6 +96,7 @@ class stopwatch {
     std::mutex               lock;
     std::deque<span>         open[2]; // copies, exposed waits
     std::vector<cudaEvent_t> spare;
+    std::vector<cudaEvent_t> events;  // all
 };
 
 struct ring_state {
@@ -168,14 +160,13 @@ static cudaError_t destroy(ring_state * state) {
     keep(cudaGetDevice(&current));
     keep(cudaSetDevice(state->device));
     state->stager.reset(); // its threads first: they queue copies
-    keep((cudaError_t) state->staging_error.load());
     if (state->copies) {
         keep(cudaStreamSynchronize(state->copies));
         keep(cudaStreamDestroy(state->copies));
     }
     state->watch.collect(state->times);
     for (auto & r : state->regions) {
-        for (cudaEvent_t event : { r.ready, r.done, r.began }) {
+        for (cudaEvent_t event : { r.ready, r.done }) {
             if (event) {
                 keep(cudaEventDestroy(event));
             }
@@ -201,9 +192,7 @@ static cudaError_t end_copies(ring_state & state, region & r) {
             TRY(cudaMemsetAsync(t.dst + r.op->n_expert*t.stride, 0, t.pad, state.copies));
         }
     }
-    const cudaEvent_t began = r.began;
-    r.began = nullptr;
-    TRY(state.watch.measure(began, state.copies, false));
+    TRY(state.watch.measure(r.began, state.copies, false));
     return cudaEventRecord(r.ready, state.copies);
 }
 
