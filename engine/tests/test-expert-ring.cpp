@@ -1,10 +1,13 @@
 // The ring of expert-cuda-stream.cu on a runtime of threads (runtime/cuda_runtime.h), so that its ordering is tested without a GPU: every
-// layer is whole while it is read, whatever the order of layers, pinned or staged, freed in the middle or not.
+// layer is whole while it is read, whatever the order of layers, pinned or staged, freed in the middle or not. Layers arrive while another
+// runs, a copy that fails is told, a ring keeps to its device.
 
 #include "../expert-cuda-stream.cu"
 
 #include "../ring-depth.h"
 #include "check.h"
+
+#include <future>
 
 // no memory is registered here
 cudaError_t phase_cuda_copy_in(void * dst, const void * src, size_t size, cudaStream_t stream) {
@@ -116,6 +119,74 @@ void test_passes(int32_t n_layers, int32_t n_regions, layer_kind kind, unsigned 
     CHECK(r.times.copy_us > 0);
 }
 
+// layers that are in their region or were
+uint64_t n_arrived(const phase_ring & ring) {
+    uint64_t n = 0;
+    for (const auto & r : ((ring_state *) ring.backend_state)->regions) {
+        n += r.ready->reaches();
+    }
+    return n;
+}
+
+bool arrive(const phase_ring & ring, uint64_t n) {
+    const auto late = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (n_arrived(ring) < n && std::chrono::steady_clock::now() < late) {
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    return n_arrived(ring) == n;
+}
+
+// Every layer of two passes begins before the layers behind it are copied and is held until they are there, the first ones of the second
+// pass behind the last of the first. A multiple of n_regions layers, so that all regions but the running layer's are free.
+void test_copies_ahead(int32_t n_layers, int32_t n_regions, layer_kind kind) {
+    std::mt19937     random(1);
+    stream_ring      r(n_layers, n_regions, kind, random);
+    std::atomic<int> n_wrong { 0 };
+    cudaStream_t     stream;
+    cudaStreamCreateWithFlags(&stream, 0);
+    bool ok = true;
+    for (int32_t run = 0; run < 2*n_layers && ok; ++run) {
+        const auto & op = r.ops[run % n_layers];
+        r.ring.last_pass = run >= n_layers;
+
+        std::promise<void> copies, begun, over;
+        if (run > 0) {
+            ((ring_state *) r.ring.backend_state)->copies->push([&] { copies.get_future().wait(); });
+        }
+        ok = CHECK_EQ(phase_cuda_stream(op, { nullptr, 0, 1, 1 }, nullptr, nullptr, stream), cudaSuccess);
+        stream->push([&] {
+            begun.set_value();
+            over.get_future().wait();
+            n_wrong += !whole(op);
+        });
+        ok = ok && CHECK(begun.get_future().wait_for(std::chrono::seconds(10)) == std::future_status::ready);
+        copies.set_value();
+        const int32_t behind = std::min(run + n_regions, 2*n_layers); // the last layer ahead
+        ok = ok && CHECK_EQ(r.counters.missed, (uint64_t) behind*N_EXPERT) && CHECK(arrive(r.ring, behind));
+        for (int32_t ahead = run + 1; ahead < behind && ok; ++ahead) {
+            ok = CHECK(whole(r.ops[ahead % n_layers]));
+        }
+        over.set_value();
+        cudaStreamSynchronize(stream);
+        cudaStreamSynchronize(((ring_state *) r.ring.backend_state)->copies);
+    }
+    CHECK_EQ(phase_cuda_ring_free(r.ring), cudaSuccess);
+    cudaStreamDestroy(stream);
+    CHECK_EQ(n_wrong.load(), 0);
+}
+
+// The ring was freed: the next prompt finds nothing of it.
+void test_next_prompt(stream_ring & r, cudaStream_t stream) {
+    CHECK_EQ(runtime::n_events.load(), 0);
+    CHECK_EQ(runtime::n_streams.load(), 1); // `stream`
+
+    CHECK_EQ(phase_cuda_ring_start(r.ring, stream), cudaSuccess);
+    CHECK_EQ(phase_cuda_stream(r.ops[0], { nullptr, 0, 1, 1 }, nullptr, nullptr, stream), cudaSuccess);
+    cudaStreamSynchronize(stream);
+    CHECK(whole(r.ops[0]));
+    CHECK_EQ(phase_cuda_ring_free(r.ring), cudaSuccess);
+}
+
 void test_kind(layer_kind kind) {
     for (int32_t n_regions : { 1, 2, 3 }) {
         for (int32_t n_layers = n_regions; n_layers <= 6; ++n_layers) {
@@ -146,6 +217,14 @@ TEST(whole_passes_copy_every_layer_once) {
         phase_cuda_ring_free(r.ring);
         cudaStreamDestroy(stream);
         CHECK_EQ(r.counters.missed, (uint64_t) 5*6*N_EXPERT);
+    }
+}
+
+TEST(layers_behind_the_running_one_arrive_meanwhile) {
+    for (const auto kind : { PINNED, STAGED, MIXED }) {
+        for (const int32_t n_regions : { 2, 3 }) {
+            test_copies_ahead(6, n_regions, kind);
+        }
     }
 }
 
@@ -197,14 +276,7 @@ TEST(start_fails_at_each_creation) {
             const bool        hit   = std::exchange(runtime::n_creations_left, -1) < 0;
             CHECK_EQ(error == cudaErrorMemoryAllocation, hit);
             CHECK_EQ(phase_cuda_ring_free(r.ring), cudaSuccess);
-            CHECK_EQ(runtime::n_events.load(), 0);
-
-            // the next prompt
-            CHECK_EQ(phase_cuda_ring_start(r.ring, stream), cudaSuccess);
-            CHECK_EQ(phase_cuda_stream(r.ops[0], { nullptr, 0, 1, 1 }, nullptr, nullptr, stream), cudaSuccess);
-            cudaStreamSynchronize(stream);
-            CHECK(whole(r.ops[0]));
-            CHECK_EQ(phase_cuda_ring_free(r.ring), cudaSuccess);
+            test_next_prompt(r, stream);
             cudaStreamDestroy(stream);
             n_failed += hit;
             if (!hit) {
@@ -212,6 +284,80 @@ TEST(start_fails_at_each_creation) {
             }
         }
         CHECK(n_failed >= 7); // a stream, and two events for each region
+    }
+}
+
+TEST(each_copy_fails) {
+    for (const auto kind : { PINNED, MIXED, STAGED }) {
+        int n_failed = 0;
+        for (int nth = 0; ; ++nth) {
+            std::mt19937 random(1);
+            stream_ring  r(4, 3, kind, random);
+            cudaStream_t stream;
+            cudaStreamCreateWithFlags(&stream, 0);
+            r.ring.last_pass = true;
+            runtime::n_copies_left = nth;
+            cudaError_t error = kind == PINNED ? cudaSuccess : phase_cuda_ring_start(r.ring, stream);
+            for (int32_t l = 0; l < 4 && error == cudaSuccess; ++l) {
+                error = phase_cuda_stream(r.ops[l], { nullptr, 0, 1, 1 }, nullptr, nullptr, stream);
+            }
+            const bool hit = runtime::n_copies_left.exchange(-1) < 0;
+            CHECK_EQ(error, hit ? cudaErrorInvalidValue : cudaSuccess);
+            if (kind == PINNED) { // what was queued in part is not there
+                for (const auto & op : r.ops) {
+                    CHECK_EQ(phase_cuda_stream(op, { nullptr, 0, 1, 1 }, nullptr, nullptr, stream), cudaSuccess);
+                    cudaStreamSynchronize(stream);
+                    CHECK(whole(op));
+                }
+            }
+            CHECK_EQ(phase_cuda_ring_free(r.ring), cudaSuccess);
+            test_next_prompt(r, stream);
+            cudaStreamDestroy(stream);
+            n_failed += hit;
+            if (!hit) {
+                break;
+            }
+        }
+        CHECK(n_failed >= 8); // two for each layer
+    }
+}
+
+TEST(rings_of_two_devices_keep_to_their_own) {
+    for (const auto kind : { PINNED, STAGED, MIXED }) {
+        std::mt19937     random(1);
+        std::atomic<int> n_wrong { 0 };
+        stream_ring      rings[] = { { 5, 3, kind, random }, { 5, 2, kind, random } };
+        cudaStream_t     streams[2];
+        const auto on_each = [&](const auto & run) { // of devices 1 and 2: 0 is a new thread's
+            for (int i = 0; i < 2; ++i) {
+                cudaSetDevice(1 + i);
+                run(rings[i], streams[i]);
+            }
+            cudaSetDevice(0);
+        };
+        on_each([&](auto & r, auto & stream) {
+            cudaStreamCreateWithFlags(&stream, 0);
+            CHECK_EQ(phase_cuda_ring_start(r.ring, stream), cudaSuccess);
+        });
+        for (int32_t run = 0; run < 4*5; ++run) {
+            on_each([&](auto & r, auto & stream) {
+                const auto & op = r.ops[run % 5];
+                CHECK_EQ(phase_cuda_stream(op, { nullptr, 0, 1, 1 }, nullptr, nullptr, stream), cudaSuccess);
+                stream->push([&op, &n_wrong] { n_wrong += !whole(op); });
+            });
+        }
+        for (auto & r : rings) {
+            CHECK_EQ(phase_cuda_ring_free(r.ring), cudaSuccess);
+            int device = -1;
+            cudaGetDevice(&device);
+            CHECK_EQ(device, 0);
+        }
+        for (cudaStream_t stream : streams) {
+            cudaStreamDestroy(stream);
+        }
+        CHECK_EQ(n_wrong.load(), 0);
+        CHECK_EQ(runtime::n_foreign.load(), 0);
+        CHECK_EQ(runtime::n_events.load(), 0);
     }
 }
 
