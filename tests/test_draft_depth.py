@@ -16,6 +16,7 @@ from test_phase_routes import parse_prometheus
 pytestmark = pytest.mark.engine
 
 MODELS = ("qwen4exp-exact", "qwen35moe-exact")
+NO_FLASH = ("-fa", "off")  # then F32 models are exact for any split of one prompt
 SLOTS = {"EXPERT_SLOTS": "32", "RING": "auto"}
 
 
@@ -69,6 +70,25 @@ def test_same_tokens_at_fixed_lengths(fleet: Fleet, prompt, model: str, length: 
     for answer in (greedy, sampled):
         assert 0 < answer.timings["draft_n_accepted"] < answer.timings["draft_n"]
     assert "draft" not in fixed.phase() and fixed.phase()["experts"][0]["slots"]["looked_up"] > 0
+
+
+@pytest.mark.parametrize("draft", ["auto", *range(1, 8)])
+@pytest.mark.parametrize("model", MODELS)
+def test_long_answers(fleet: Fleet, prompt, model: str, draft: int | str) -> None:
+    """Twenty answers of 512 tokens for each model, verified from expert slots: all tokens are those of no speculation,
+    and no tie is excused. A few prompts are long enough for the prefill phase."""
+    longest = 7 if draft == "auto" else int(draft)
+    slots = SLOTS | {"EXPERT_BATCH": str(longest + 1)}
+    setting = "auto" if draft == "auto" else "off"
+    flags = (*NO_FLASH, "--no-repack")
+    drafting = fleet.phase(model, *flags, *mtp(longest), sizes={"ctx": 1024}, DRAFT=setting, **slots)
+    plain = fleet.stock(model, *flags, ctx=1024)
+    for i in range(6 if draft == "auto" else 2):
+        tokens = prompt(model, (20, 70, 260)[(longest + i) % 3], seed=200 + 10 * longest + i)
+        of_draft, of_none = both(drafting, plain, tokens, n=512, n_probs=0)
+        assert of_draft.tokens == of_none.tokens
+        assert len(of_draft.tokens) == 512
+        assert 0 < of_draft.timings["draft_n_accepted"] < of_draft.timings["draft_n"]
 
 
 @pytest.mark.parametrize("model", MODELS)
