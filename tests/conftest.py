@@ -31,6 +31,8 @@ MODELS: dict[str, tuple[str, dict]] = {
     "qwen35moe-exact": ("tiny-35-exact", {}),
     "qwen4exp-no-ple-exact": ("tiny-exact", {"ple": False}),
     "qwen4exp-thin": ("tiny", THIN),
+    "qwen4exp-all-used": ("tiny", {"experts": 8, "experts_used": 8}),
+    "qwen35moe-all-used": ("tiny-35", {"experts": 8, "experts_used": 8}),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
@@ -76,12 +77,14 @@ class Answer:
     tokens: list[int]
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict, compare=False)
+    # asks the same server, or one of its kind, for so many tokens that follow the prompt and these tokens
+    after: Callable[[Sequence[int], int], Answer] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of(cls, reply: Mapping[str, Any]) -> Answer:
+    def of(cls, reply: Mapping[str, Any], after: Callable[[Sequence[int], int], Answer] | None = None) -> Answer:
         positions = reply.get("completion_probabilities", [])
         tops = [[(top["id"], top["logprob"]) for top in position["top_logprobs"]] for position in positions]
-        return cls(reply["tokens"], tops, reply["timings"])
+        return cls(reply["tokens"], tops, reply["timings"], after)
 
     @property
     def n_cached(self) -> int:
@@ -94,14 +97,29 @@ class Answer:
         return int(self.timings["prompt_n"])
 
 
-def assert_same_but_for_ties(tokens: Sequence[int], stock: Answer) -> None:
-    """The same tokens until stock's two likeliest differ by less than 0.01. For several slots on all-F32 models: a
-    sequence's logits differ by up to 1e-3 between batch shapes in stock too, so a near tie may fall either way."""
-    for position, (one, other) in enumerate(zip(tokens, stock.tokens, strict=True)):
-        if one != other:
-            (_, best), (_, second), *_ = stock.logprobs[position]
-            assert best - second < 0.01, f"token {position} is {one}, stock's {other}"
-            return
+def assert_same_but_for_ties(tokens: Sequence[int], stock: Answer, tie: float = 0.01) -> list[float]:
+    """The same tokens but where stock's likeliest is less than `tie` (in logprob) above the other one. For several
+    slots on all-F32 models: a sequence's logits differ by up to 1e-3 between batch shapes in stock too, so a near tie
+    may fall either way. Behind a tie stock is asked again, from the prompt and the other's tokens so far; that leaves
+    the answer's own server with another prompt in its slot. Returns the ties, in order."""
+    ties: list[float] = []
+    assert len(tokens) == len(stock.tokens)
+    reference, begin = stock, 0
+    for position, one in enumerate(tokens):
+        other = reference.tokens[position - begin]
+        if one == other:
+            continue
+        top = dict(reference.logprobs[position - begin])
+        gap = top[other] - top.get(one, -math.inf)
+        assert gap < tie, f"token {position} is {one}, stock's {other}, by {gap:.4f} the likelier"
+        ties.append(gap)
+        begin = position + 1
+        if begin == len(tokens):
+            break
+        assert stock.after is not None, "an answer that cannot be asked for again"
+        reference = stock.after(tokens[:begin], len(tokens) - begin)
+        assert len(reference.tokens) == len(tokens) - begin
+    return ties
 
 
 class EngineServer:
@@ -114,6 +132,7 @@ class EngineServer:
         self, binary: Path, model: Path, args: Sequence[str] = (), env: Mapping[str, str] | None = None, *, log: Path
     ):
         self.log = log
+        self.living: Callable[[], EngineServer] = lambda: self  # a fleet that has stopped it gives another of its kind
         self.port = _free_port()
         fixed = ["-m", model, "-t", 1, "-tb", 1, "-ngl", 0, "--no-warmup", "--no-ui", "--metrics"]
         fixed += ["--host", "127.0.0.1", "--port", self.port]
@@ -176,7 +195,12 @@ class EngineServer:
     def complete(self, prompt: Sequence[int] | str, n: int = 24, **extra: Any) -> Answer:
         response = self.post(prompt, n, **extra)
         assert response.status_code == 200, f"{response.status_code}: {response.text}\n{self.log_text()[-3000:]}"
-        return Answer.of(response.json())
+
+        def after(tokens: Sequence[int], n_more: int) -> Answer:
+            ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
+            return self.living().complete([*ids, *tokens], n_more, **extra | {"cache": False})
+
+        return Answer.of(response.json(), after)
 
     def complete_all(self, prompts: Sequence[Sequence[int]], n: int = 24, **extra: Any) -> list[Answer]:
         """Sent at once, one connection each."""
@@ -265,6 +289,7 @@ class Fleet:
             while len(self.running) >= self.limit:
                 self.running.pop(next(iter(self.running))).stop()
             server = self.fresh(model, *args, binary=binary, env=env)
+            server.living = lambda: self._get(binary, model, args, env)
         self.running[key] = server
         return server
 

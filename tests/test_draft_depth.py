@@ -142,19 +142,36 @@ def test_until_the_context_is_full(fleet: Fleet, prompt, model: str) -> None:
     assert_same_but_for_ties(auto.complete(tokens, n=40).tokens, stock.complete(tokens, n=40))
 
 
-def test_json_schema(fleet: Fleet, prompt) -> None:
-    """A grammar rejects most drafts of this model; the text is that of no speculation, and it fits."""
-    model = MODELS[0]
-    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "maxItems": 9}}}
-    schema["required"] = ["a"]
-    body = {"json_schema": schema, "ignore_eos": False, "n_probs": 0}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "minLength": 80, "maxLength": 300},
+        "b": {"type": "array", "items": {"type": "integer"}, "maxItems": 9},
+    },
+    "required": ["a", "b"],
+}
+FEW_VOWELS = 'root ::= ([^aeio] | "a" [^a-f])+'
+
+
+@pytest.mark.parametrize("constraint", [{"json_schema": SCHEMA}, {"grammar": FEW_VOWELS}], ids=["schema", "grammar"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_grammar(fleet: Fleet, prompt, model: str, constraint: dict) -> None:
+    """It rejects many drafts of these models, and not all: the text is that of no speculation, and it fits."""
+    body = {"ignore_eos": False, "n_probs": 0}
     tokens = prompt(model, 40, seed=3)
-    texts = [
-        server.post(tokens, 200, **body).json()["content"]
-        for server in (fleet.phase(model, *mtp(7), DRAFT="auto"), fleet.stock(model))
-    ]
-    assert texts[0] == texts[1]
-    assert isinstance(json.loads(texts[0])["a"], list)
+    fixed, auto = fleet.phase(model, *mtp(3), DRAFT="off"), fleet.phase(model, *mtp(7), DRAFT="auto")
+    stock = fleet.stock(model)
+    expected = stock.post(tokens, 200, **body, **constraint).json()["content"]
+    assert expected != stock.post(tokens, 200, **body).json()["content"], "it holds without a grammar, too"
+    for server in (fixed, auto):
+        answer = server.post(tokens, 200, **body, **constraint).json()
+        assert answer["content"] == expected
+        assert 0 < answer["timings"]["draft_n_accepted"] < answer["timings"]["draft_n"]
+    if "grammar" in constraint:
+        assert re.fullmatch("([^aeio]|a[^a-f])+a?", expected)
+    else:
+        made = json.loads(expected)
+        assert len(made["a"]) >= 80 and isinstance(made["b"], list)
 
 
 @pytest.mark.parametrize("model", MODELS)

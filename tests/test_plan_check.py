@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from engine_server import PREFILL_UBATCH, assert_same_but_for_ties
 from expert_servers import TRANSACTION, ExpertFleet, stopped_at_the_end
 from sparse_gguf import write_flash_next
 from synth_gguf import make_model
@@ -387,8 +388,13 @@ def test_slots_of_a_draft_agree_with_the_real_engine(
     fleet = ExpertFleet(models.__getitem__, tmp_path)
     with stopped_at_the_end(fleet) as alone:
         server = alone("model", 24, *flags, EXPERT_BATCH=4, DRAFT_SLOTS=draft_slots, **TRANSACTION)
-        answer = server.complete([100 + i % 900 for i in range(1200)], n=8)
-        assert answer.timings["draft_n"] > 0
+        tokens = [100 + i % 900 for i in range(1200)]
+        answer = server.complete(tokens, n=64)
+        assert 0 < answer.timings["draft_n_accepted"] < answer.timings["draft_n"]
+        # the same drafts of stock, whose one prompt is in micro-batches of the prefill phase, and no draft
+        assert answer == fleet.stock_answer("model", tokens, 64, *flags, ubatch=PREFILL_UBATCH)
+        plain = fleet.stock_answer("model", tokens, 64, ubatch=PREFILL_UBATCH)
+        assert_same_but_for_ties(answer.tokens, plain, 1.0)
         found = {deviation.item: deviation for deviation in compare(plan, server.phase())}
     of_draft = {"slots of the draft per layer"}
     assert set(found) == {"slots per layer", "slots", "pinned host memory", "layers with slots", "ring"} | of_draft
