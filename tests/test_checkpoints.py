@@ -57,7 +57,6 @@ def run(servers: ExpertFleet, prompt) -> Callable[..., Seen]:
     [
         ("qwen4exp", 4 * PREFILL_UBATCH, "8"),
         ("qwen35moe", PREFILL_UBATCH, "1"),
-        ("qwen35moe", 4 * PREFILL_UBATCH, "8"),
         ("biased", PREFILL_UBATCH, "1"),
     ],
 )
