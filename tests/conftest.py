@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from engine_server import DECODE_UBATCH, PHASE_BIN, ROOT, STOCK_BIN, EngineServer, Fleet, phase_environment, server_args
 from expert_servers import ExpertFleet
@@ -81,6 +83,19 @@ def model_path() -> Callable[[str], Path]:
         return make_model(preset, MODELS_DIR / f"test-{name}.gguf", **overrides)
 
     return path_of
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_server_left_behind() -> Iterator[None]:
+    """Fails the last test when a server that a test started is still there."""
+    yield
+    left = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "llama-server" in (command := " ".join(child.cmdline())):  # empty when it has ended
+                left.append(command)
+                child.kill()
+    assert left == []
 
 
 @pytest.fixture(scope="session")

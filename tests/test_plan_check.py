@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -386,7 +387,7 @@ def test_slots_of_a_draft_agree_with_the_real_engine(
     assert plan is not None, why
     assert (plan.slots, plan.draft_slots) == (24, 32 if draft_slots == "auto" else draft_slots)
     fleet = ExpertFleet(models.__getitem__, tmp_path)
-    with stopped_at_the_end(fleet) as alone:
+    with closing(fleet), stopped_at_the_end(fleet) as alone:
         server = alone("model", 24, *flags, EXPERT_BATCH=4, DRAFT_SLOTS=draft_slots, **TRANSACTION)
         tokens = [100 + i % 900 for i in range(1200)]
         answer = server.complete(tokens, n=64)
