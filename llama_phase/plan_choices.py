@@ -8,15 +8,16 @@ from llama_phase.errors import UsageError
 from llama_phase.gguf_facts import ModelFacts
 from llama_phase.plan_draft import DraftPlace
 from llama_phase.settings import Settings
-from llama_phase.speculation import MTP_GRAPHS, UPSTREAM_N_MAX, UPSTREAM_PARALLEL
+from llama_phase.speculation import MTP_GRAPHS, UPSTREAM_N_MAX
 from llama_phase.upstream_flags import (
     DRAFT_N_MAX,
     DRAFT_TYPE_K,
     DRAFT_TYPE_V,
     FALSE,
     FLASH,
-    PARALLEL,
+    UPSTREAM_PARALLEL,
     flag_value,
+    n_parallel,
     spec_types,
 )
 
@@ -83,7 +84,6 @@ class Choices:
             if name not in KV_TYPES:
                 raise UsageError(f"there is no K/V type {name!r}", fix=f"one of {', '.join(KV_TYPES)}")
         chosen = settings.source("expert_slots") != "default"
-        sequences = flag_value(settings.upstream, PARALLEL) or ""
         return cls(
             ctx=ctx,
             slots=None if settings.expert_slots == "auto" or not chosen else settings.expert_slots,
@@ -100,7 +100,7 @@ class Choices:
             budgets_mib=tuple(int(item) for item in settings.budget_mib.split(",") if item.strip()),
             type_k=types[0],
             type_v=types[1],
-            sequences=int(sequences) if sequences.isdigit() else UPSTREAM_PARALLEL,
+            sequences=n_parallel(settings.upstream),
             kv=settings.kv,
             kv_rows=None if settings.kv_rows == "auto" else settings.kv_rows,
             flash=flag_value(settings.upstream, FLASH) not in FALSE,

@@ -12,10 +12,10 @@ from llama_phase.upstream_flags import (
     DRAFT_MODEL,
     DRAFT_N_MAX,
     DRAFT_REPO,
-    PARALLEL,
     SPEC_DEFAULT,
     SPEC_TYPE,
     flag_value,
+    n_parallel,
     normalise,
     spec_types,
 )
@@ -39,7 +39,6 @@ NGRAM_LENGTHS = {
 }
 TYPES = ("none", MTP, *NEEDS_MODEL, *NGRAM_LENGTHS)
 UPSTREAM_N_MAX = 3  # default of --spec-draft-n-max
-UPSTREAM_PARALLEL = 4  # default of -np, over one K/V
 # Architectures whose graph gives its layers' inputs in the model's width; on others llama.cpp asserts.
 LAYER_INPUTS = (
     "bailingmoe3", "deepseek4", "gemma4", "gpt-oss", "hunyuan-dense", "hunyuan_vl", "lfm2", "lfm2moe", "llama",
@@ -105,8 +104,7 @@ def notes(settings: Settings, target: Sequence[Header], draft: Sequence[Header] 
     """Sentences for somebody whose speculation works otherwise than it reads; `settings` are `with_speculation`'s."""
     choice = _choose(settings, target, draft)
     found = [choice.note] if choice.note else []
-    drafts = [kind for kind in choice.types if kind == MTP or kind in NEEDS_MODEL]
-    if draft and not drafts:
+    if draft and not _of_a_model(choice.types):
         found.append(f"{draft[0].path} is loaded and drafts nothing: name its type, --spec TYPE, or drop -md")
     if (device := flag_value(settings.upstream, DRAFT_DEVICE)) and not _elsewhere(settings, draft):
         found.append(f"{DRAFT_DEVICE[0]} {device} has no effect: there is no draft model (-md)")
@@ -160,6 +158,10 @@ def _types_of_file(draft: Header) -> list[str]:
     return [MTP] if f"blk.{last}{MTP_TENSOR}weight" in draft.tensors else []
 
 
+def _of_a_model(types: Sequence[str]) -> list[str]:
+    return [kind for kind in dict.fromkeys(types) if kind == MTP or kind in NEEDS_MODEL]
+
+
 def _elsewhere(settings: Settings, draft: Sequence[Header]) -> bool:
     """Whether the draft is a model of its own."""
     return bool(draft) or any(flag_value(settings.upstream, names) is not None for names in (DRAFT_MODEL, DRAFT_REPO))
@@ -182,7 +184,7 @@ def _check(settings: Settings, choice: _Choice, target: Sequence[Header], draft:
             _check_layer_inputs(kind, target[0], draft)
         if kind in NEEDS_MODEL and not _elsewhere(settings, draft):
             raise UsageError(f"{kind} needs a draft model", fix="give it after `--`: -md FILE")
-    drafts = [kind for kind in dict.fromkeys(types) if kind == MTP or kind in NEEDS_MODEL]
+    drafts = _of_a_model(types)
     if len(drafts) > 1:
         raise UsageError(
             f"{drafts[0]} and {drafts[1]} do not go together: llama-server has one draft model and one context for it",
@@ -271,8 +273,7 @@ def _longest(settings: Settings, types: Sequence[str], wants_mtp: bool) -> int:
 
 def _too_large(settings: Settings, choice: _Choice) -> list[str]:
     """The sentence that says that verify batches can be larger than what slots serve."""
-    given = flag_value(settings.upstream, PARALLEL) or ""
-    sequences = int(given) if given.isdigit() else UPSTREAM_PARALLEL
+    sequences = n_parallel(settings.upstream)
     length, serve = _longest(settings, choice.types, choice.wants_mtp), settings.expert_batch
     total = sequences * (length + 1)
     if not length or total <= serve:

@@ -36,6 +36,7 @@ DRAFT_TYPE_V = ("--spec-draft-type-v", "-ctvd", "--cache-type-v-draft")
 SPEC_TYPE = ("--spec-type",)
 SPEC_DEFAULT = "--spec-default"  # adds ngram-mod
 PARALLEL = ("-np", "--parallel")
+UPSTREAM_PARALLEL = 4  # its default, over one K/V
 FLASH = ("-fa", "--flash-attn")
 KV_OFFLOAD = ("-kvo", "--kv-offload")
 NO_KV_OFFLOAD = ("-nkvo", "--no-kv-offload")
@@ -107,6 +108,12 @@ def flag_value(args: tuple[str, ...], names: tuple[str, ...]) -> str | None:
         if normalise(args[index]) in names:
             return args[index + 1]
     return None
+
+
+def n_parallel(args: tuple[str, ...]) -> int:
+    """Sequences that the server has, its own default without the flag."""
+    given = flag_value(args, PARALLEL) or ""
+    return int(given) if given.isdigit() else UPSTREAM_PARALLEL
 
 
 def spec_types(args: tuple[str, ...]) -> str | None:

@@ -263,63 +263,54 @@ TEST(a_ring_by_its_own_choice_is_as_deep_as_the_links_need) {
     }
 }
 
-TEST(start_fails_at_each_creation) {
+// `run` lets the nth call fail and returns whether there was one; at least `n_least` of each kind of ring there are.
+template <typename fn>
+void fail_each(int n_least, const fn & run) {
     for (const auto kind : { PINNED, MIXED, STAGED }) {
         int n_failed = 0;
-        for (int nth = 0; ; ++nth) {
+        for (bool hit = true; hit; n_failed += hit) {
             std::mt19937 random(1);
             stream_ring  r(4, 3, kind, random);
             cudaStream_t stream;
             cudaStreamCreateWithFlags(&stream, 0);
-            runtime::n_creations_left = nth;
-            const cudaError_t error = phase_cuda_ring_start(r.ring, stream);
-            const bool        hit   = std::exchange(runtime::n_creations_left, -1) < 0;
-            CHECK_EQ(error == cudaErrorMemoryAllocation, hit);
+            hit = run(r, kind, stream, n_failed);
             CHECK_EQ(phase_cuda_ring_free(r.ring), cudaSuccess);
             test_next_prompt(r, stream);
             cudaStreamDestroy(stream);
-            n_failed += hit;
-            if (!hit) {
-                break;
-            }
         }
-        CHECK(n_failed >= 7); // a stream, and two events for each region
+        CHECK(n_failed >= n_least);
     }
 }
 
+TEST(start_fails_at_each_creation) {
+    fail_each(7, [](stream_ring & r, layer_kind, cudaStream_t stream, int nth) { // a stream, and two events for each region
+        runtime::n_creations_left = nth;
+        const cudaError_t error = phase_cuda_ring_start(r.ring, stream);
+        const bool        hit   = std::exchange(runtime::n_creations_left, -1) < 0;
+        CHECK_EQ(error == cudaErrorMemoryAllocation, hit);
+        return hit;
+    });
+}
+
 TEST(each_copy_fails) {
-    for (const auto kind : { PINNED, MIXED, STAGED }) {
-        int n_failed = 0;
-        for (int nth = 0; ; ++nth) {
-            std::mt19937 random(1);
-            stream_ring  r(4, 3, kind, random);
-            cudaStream_t stream;
-            cudaStreamCreateWithFlags(&stream, 0);
-            r.ring.last_pass = true;
-            runtime::n_copies_left = nth;
-            cudaError_t error = kind == PINNED ? cudaSuccess : phase_cuda_ring_start(r.ring, stream);
-            for (int32_t l = 0; l < 4 && error == cudaSuccess; ++l) {
-                error = phase_cuda_stream(r.ops[l], { nullptr, 0, 1, 1 }, nullptr, nullptr, stream);
-            }
-            const bool hit = runtime::n_copies_left.exchange(-1) < 0;
-            CHECK_EQ(error, hit ? cudaErrorInvalidValue : cudaSuccess);
-            if (kind == PINNED) { // what was queued in part is not there
-                for (const auto & op : r.ops) {
-                    CHECK_EQ(phase_cuda_stream(op, { nullptr, 0, 1, 1 }, nullptr, nullptr, stream), cudaSuccess);
-                    cudaStreamSynchronize(stream);
-                    CHECK(whole(op));
-                }
-            }
-            CHECK_EQ(phase_cuda_ring_free(r.ring), cudaSuccess);
-            test_next_prompt(r, stream);
-            cudaStreamDestroy(stream);
-            n_failed += hit;
-            if (!hit) {
-                break;
+    fail_each(8, [](stream_ring & r, layer_kind kind, cudaStream_t stream, int nth) { // two for each layer
+        r.ring.last_pass = true;
+        runtime::n_copies_left = nth;
+        cudaError_t error = kind == PINNED ? cudaSuccess : phase_cuda_ring_start(r.ring, stream);
+        for (int32_t l = 0; l < 4 && error == cudaSuccess; ++l) {
+            error = phase_cuda_stream(r.ops[l], { nullptr, 0, 1, 1 }, nullptr, nullptr, stream);
+        }
+        const bool hit = runtime::n_copies_left.exchange(-1) < 0;
+        CHECK_EQ(error, hit ? cudaErrorInvalidValue : cudaSuccess);
+        if (kind == PINNED) { // what was queued in part is not there
+            for (const auto & op : r.ops) {
+                CHECK_EQ(phase_cuda_stream(op, { nullptr, 0, 1, 1 }, nullptr, nullptr, stream), cudaSuccess);
+                cudaStreamSynchronize(stream);
+                CHECK(whole(op));
             }
         }
-        CHECK(n_failed >= 8); // two for each layer
-    }
+        return hit;
+    });
 }
 
 TEST(rings_of_two_devices_keep_to_their_own) {
