@@ -169,7 +169,9 @@ def test_a_grammar(fleet: Fleet, prompt, model: str, constraint: dict) -> None:
     for server in (fixed, auto):
         answer = server.post(tokens, 200, **body, **constraint).json()
         assert answer["content"] == expected
-        assert 0 < answer["timings"]["draft_n_accepted"] < answer["timings"]["draft_n"]
+        if server is fixed:  # a chosen length may be 0 for a whole answer
+            assert 0 < answer["timings"]["draft_n_accepted"] < answer["timings"]["draft_n"]
+    assert auto.phase()["draft"]["drafted"] > auto.phase()["draft"]["accepted"]
     if "grammar" in constraint:
         assert re.fullmatch("([^aeio]|a[^a-f])+a?", expected)
     else:
@@ -198,20 +200,21 @@ def test_rejected_drafts_replay_nothing(fleet: Fleet, model: str, prompt) -> Non
 
 
 def test_sizes_that_come_back_find_their_graph(fleet: Fleet, prompt) -> None:
-    """Drafting alternates between sizes, in the draft context with each step: all but the first of a size are reused.
-    The text is the same without."""
+    """Each round drafts token by token and verifies four: all but the first of a size are reused, and without only those
+    that follow one of their size. Of a fixed length, since how often a chosen one changes is the machine's. The text is
+    the same."""
     model = MODELS[0]
     tokens = prompt(model, 40, seed=8)
-    reused, answers = {}, {}
-    for graphs in ("auto", "1", "0"):
-        server = fleet.phase(model, *mtp(3), DRAFT="auto", GRAPHS=graphs)
-        answers[graphs] = server.complete(tokens, n=160).tokens
-        draft = server.phase()["graphs"][1]
-        assert draft["kept"] <= {"auto": 10, "1": 1, "0": 0}[graphs]
-        reused[graphs] = draft["reused"] / draft["batches"]
-    assert reused["auto"] > reused["0"] + 0.2
-    for tokens in answers.values():
-        assert_same_but_for_ties(tokens, fleet.stock(model).complete(prompt(model, 40, seed=8), n=160))
+    of_stock = fleet.stock(model).complete(tokens, n=160)
+    reused: dict[str, list[float]] = {}
+    for graphs, most in {"auto": 10, "1": 1, "0": 0}.items():
+        server = fleet.phase(model, *mtp(3), DRAFT="off", GRAPHS=graphs)
+        assert_same_but_for_ties(server.complete(tokens, n=160).tokens, of_stock)
+        contexts = server.phase()["graphs"]
+        assert all(of["kept"] <= most for of in contexts)
+        reused[graphs] = [of["reused"] / of["batches"] for of in contexts]
+    assert min(reused["auto"]) > 0.85  # the rest: the prompt, and the first of each size
+    assert reused["1"][1] < 0.6 and reused["0"][1] < 0.6
 
 
 def test_a_server_with_kept_graphs_ends_without_complaint(fleet: Fleet, prompt) -> None:
