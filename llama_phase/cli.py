@@ -95,8 +95,9 @@ def plan(
     from llama_phase.gguf_facts import read_facts
     from llama_phase.given_machine import read_machine, with_given
     from llama_phase.hardware import probe
-    from llama_phase.plan import make_plan
+    from llama_phase.plan import plan_server
     from llama_phase.plan_choices import Choices
+    from llama_phase.plan_devices import used_by
     from llama_phase.plan_draft import not_planned
     from llama_phase.plan_report import Report
     from llama_phase.plan_text import lines
@@ -124,8 +125,9 @@ def plan(
     about = read_facts(model, flag_value(settings.upstream, DRAFT_MODEL))
     if why := not_planned(settings, about):
         raise UsageError(f"no plan: {why}", fix="plan without that flag, and leave room for what it changes")
-    machine = with_given(read_machine(facts) if facts else probe(), vram=vram, ram=ram, pcie=pcie)
-    report = Report(about, machine, make_plan(about, machine, Choices.of(settings, about)))
+    given = with_given(read_machine(facts) if facts else probe(), vram=vram, ram=ram, pcie=pcie)
+    machine = used_by(given, settings.upstream)
+    report = Report(about, machine, plan_server(about, machine, Choices.of(settings, about)))
     if plot is not None:
         from llama_phase.plan_plot import write_plot
 

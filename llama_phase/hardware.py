@@ -10,7 +10,7 @@ import importlib
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ UNLIMITED = -1  # of memlock_bytes
 _MIB = 1 << 20
 _SMI_FIELDS = (
     "index,name,memory.total,memory.free,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,"
-    "pcie.link.width.max,compute_cap,driver_version"
+    "pcie.link.width.max,compute_cap,uuid,driver_version"
 )
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. The negotiated PCIe generation is that of the moment: an idle GPU lowers it."""
+    """One GPU. `index`: its number in CUDA, of those that CUDA_VISIBLE_DEVICES leaves. The negotiated PCIe generation
+    is that of the moment: an idle GPU lowers it."""
 
     index: int
     name: str
@@ -39,6 +40,7 @@ class Gpu:
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     compute_capability: str | None = None
+    uuid: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,10 @@ def probe(
     nvml: Callable[[], Any] = lambda: importlib.import_module("pynvml"),
     run: Callable[[Sequence[str]], str] | None = None,
     root: Path = Path("/"),
+    environment: Mapping[str, str] = os.environ,
 ) -> Machine:
-    """The facts of this machine. Injected: the NVML module, a program runner, the root of /proc and /sys."""
+    """The facts of this machine. Injected: the NVML module, a program runner, the root of /proc and /sys, the variables
+    that a server would have."""
     unknown: dict[str, str] = {}
     facts: dict[str, Any] = {}
 
@@ -104,12 +108,13 @@ def probe(
 
     def gpus() -> tuple[tuple[Gpu, ...], str | None, str | None]:
         try:
-            return _gpus_of_nvml(nvml())
+            found, *versions = _gpus_of_nvml(nvml())
         except Exception:  # not installed, or no NVIDIA library: the program knows the same
             try:
-                return _gpus_of_smi(run or _run)
+                found, *versions = _gpus_of_smi(run or _run)
             except FileNotFoundError:
                 raise LookupError("neither the NVIDIA library nor nvidia-smi is here") from None
+        return visible(found, environment.get("CUDA_VISIBLE_DEVICES")), *versions
 
     fact("gpus driver_version cuda_version", gpus)
     fact("ram_total_bytes ram_available_bytes", lambda: _memory(root))
@@ -119,6 +124,27 @@ def probe(
     fact("hugepages hugepage_bytes", lambda: _hugepages((root / "proc/meminfo").read_text()))
     fact("cores", lambda: len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     return Machine(**facts, unknown=unknown)
+
+
+def visible(gpus: Sequence[Gpu], listed: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that a program sees with CUDA_VISIBLE_DEVICES=`listed`, numbered as there: numbers, or beginnings of
+    UUIDs, up to the first that names none. None: all. Raises LookupError for parts of GPUs (MIG), whose memory is not
+    known here. Numbers mean the order of the bus, which is CUDA's when the GPUs are alike or with
+    CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """
+    if listed is None:
+        return tuple(gpus)
+    seen: list[Gpu] = []
+    for item in (part.strip() for part in listed.split(",")):
+        if item.startswith("MIG"):
+            raise LookupError(f"CUDA_VISIBLE_DEVICES names {item}, a part of a GPU")
+        named = [
+            gpu for gpu in gpus if (str(gpu.index) == item if item.isdigit() else (gpu.uuid or "").startswith(item))
+        ]
+        if not item or len(named) != 1 or any(gpu.uuid == named[0].uuid for gpu in seen if gpu.uuid):
+            break
+        seen.append(named[0])
+    return tuple(replace(gpu, index=number) for number, gpu in enumerate(seen))
 
 
 def _absent(what: str) -> Any:
@@ -160,6 +186,7 @@ def _gpus_of_nvml(nvml: Any) -> tuple[tuple[Gpu, ...], str | None, str | None]:
                 ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
                 ask("nvmlDeviceGetMaxPcieLinkWidth", handle),
                 "{}.{}".format(*capability) if capability else None,
+                text(ask("nvmlDeviceGetUUID", handle)),
             )
             found.append(gpu)
         cuda = ask("nvmlSystemGetCudaDriverVersion")
@@ -181,9 +208,10 @@ def _gpus_of_smi(run: Callable[[Sequence[str]], str]) -> tuple[tuple[Gpu, ...], 
         numbers = [int(cell) if cell.isdigit() else None for cell in cells]
         total, free = (None if mib is None else mib * _MIB for mib in numbers[2:4])
         capability = cells[8] if cells[8][:1].isdigit() else None
-        gpu = Gpu(numbers[0] or 0, cells[1], total, free, numbers[4], numbers[5], numbers[6], numbers[7], capability)
+        uuid = cells[9] if cells[9].startswith("GPU-") else None
+        gpu = Gpu(numbers[0] or 0, cells[1], total, free, *numbers[4:8], capability, uuid)
         found.append(gpu)
-        driver = cells[9]
+        driver = cells[10]
     return tuple(found), driver, _cuda_of_smi(run)
 
 

@@ -3,14 +3,15 @@
     VRAM of a device, decode phase    context | dense weights | K/V, state | compute (ubatch)         | slots | reserve
     the same, prefill phase           context | dense weights | K/V, state | compute (prefill ubatch) | ring
 
-All experts are planned in host memory (`-ngl 99 --cpu-moe`), layers split by free memory, slots and ring sized as the
-engine does it (engine/slot-count.cpp, expert-cache.cpp, expert-ring.cpp). Weights, K/V, state, slots and ring are
-computed; ``ESTIMATES`` names the rest.
+All experts are planned in host memory (`-ngl 99 --cpu-moe`), layers split by free memory or `-ts`, slots and ring sized
+as the engine does it (engine/slot-count.cpp, expert-cache.cpp, expert-ring.cpp). Weights, K/V, state, slots and ring
+are computed; ``ESTIMATES`` names the rest.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -109,7 +110,8 @@ class Plan:
 
 
 def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
-    """Raises UsageError: no GPU, one whose memory is unknown, or fewer slots than the engine accepts."""
+    """Raises UsageError: no GPU, one whose memory is unknown, a draft on one that is not planned for, or fewer slots
+    than the engine accepts."""
     free = []
     for gpu in machine.gpus:
         bytes_ = gpu.vram_free_bytes if gpu.vram_free_bytes is not None else gpu.vram_total_bytes
@@ -119,6 +121,12 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
     if not free or not any(free):
         reason = machine.unknown.get("gpus", "none is there")
         raise UsageError(f"no GPU to plan for: {reason}", fix="give the memory of each: --vram GIB[,GIB]")
+    place = choices.draft_place
+    if facts.draft and place.gpu is not None:
+        numbers = [gpu.index for gpu in machine.gpus]
+        if place.gpu not in numbers:
+            raise UsageError(f"no plan: the draft is on GPU {place.gpu}, the model is not", fix="plan without it")
+        choices = replace(choices, draft_place=replace(place, gpu=numbers.index(place.gpu)))  # of `free`
 
     candidates = _candidates(facts, choices, free) if choices.prefill_auto and choices.switches else ()
     if candidates:
@@ -126,7 +134,7 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
         choices = replace(choices, prefill_ubatch=ubatch, switches=ubatch > choices.ubatch)
     split = _split(facts, choices, free)
     bare = [
-        _bare_device(facts, choices, f"GPU {gpu.index}", free[i], layers, i == _device_of_output(free, facts))
+        _bare_device(facts, choices, f"GPU {gpu.index}", free[i], layers, i == _device_of_output(facts, choices, free))
         for i, (gpu, layers) in enumerate(zip(machine.gpus, split, strict=True))
     ]
     moe = [layer for layers in split for layer in layers if layer.expert_tensor_bytes]
@@ -165,7 +173,7 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
     host = kv_host + experts_bytes + facts.input_bytes + extra_bytes + draft_host_bytes(facts, choices.draft_place)
     ram = machine.ram_available_bytes if machine.ram_available_bytes is not None else machine.ram_total_bytes
     return Plan(
-        choices=choices,
+        choices=replace(choices, draft_place=place),
         devices=tuple(devices),
         slots=slots.target,
         slots_needed=slots.needed,
@@ -180,6 +188,29 @@ def make_plan(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
     )
 
 
+def plan_server(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
+    """make_plan, and a place for a draft from a file of its own that nobody gave one: the GPU with room, which is the
+    one that leaves the model more slots than llama.cpp's own choice does, or lets it fit at all. Raises as make_plan
+    does."""
+    place = choices.draft_place
+    places = [place]
+    if facts.draft is not None and place.on_gpu and not place.named and len(machine.gpus) > 1:
+        places += [place.on(gpu.index) for gpu in machine.gpus]
+    best: Plan | None = None
+    refusal: UsageError | None = None
+    for one in places:
+        try:
+            plan = make_plan(facts, machine, replace(choices, draft_place=one))
+        except UsageError as error:  # too few slots with the draft there
+            refusal = refusal or error
+            continue
+        if best is None or (plan.fits_vram, plan.slots) > (best.fits_vram, best.slots):
+            best = plan
+    if best is None:
+        raise refusal or UsageError("no plan")
+    return best
+
+
 def _candidates(facts: ModelFacts, choices: Choices, free: list[int]) -> tuple[Candidate, ...]:
     """As phase_context::plan_ubatch, with estimated compute buffers: beside the fewest regions that overlap."""
     regions = choices.ring if choices.ring is not None else 2
@@ -189,7 +220,7 @@ def _candidates(facts: ModelFacts, choices: Choices, free: list[int]) -> tuple[C
         needs = []
         for i, layers in enumerate(split):
             with_it = replace(choices, prefill_ubatch=ubatch)
-            has_output = i == _device_of_output(free, facts)
+            has_output = i == _device_of_output(facts, choices, free)
             device, chunked = (
                 _bare_device(facts, those, f"GPU {i}", free[i], layers, has_output)
                 for those in (with_it, replace(with_it, chunk="auto"))
@@ -211,14 +242,14 @@ def _candidates(facts: ModelFacts, choices: Choices, free: list[int]) -> tuple[C
 
 
 def _split(facts: ModelFacts, choices: Choices, free: list[int]) -> list[list[LayerFacts]]:
-    """Layers of each device: llama.cpp splits them, MTP layers and the output by free memory."""
+    """Layers of each device: llama.cpp splits them, MTP layers and the output by free memory, or by given shares."""
     devices: list[list[LayerFacts]] = [[] for _ in free]
+    by = _shares(choices, free)
     for layer in facts.served_layers:
-        devices[_device_of(layer.index, free, facts)].append(layer)
+        devices[_device_of(layer.index, by, facts)].append(layer)
     gpu = choices.draft_place.gpu if facts.draft else None
     for layer in draft_layers(facts, choices.draft_tokens > 0, choices.draft_place):
-        index = _device_of(layer.index, free, facts.draft or facts) if gpu is None else min(gpu, len(free) - 1)
-        devices[index].append(layer)
+        devices[_device_of(layer.index, by, facts.draft or facts) if gpu is None else gpu].append(layer)
     return devices
 
 
@@ -232,13 +263,19 @@ def _late_bytes(facts: ModelFacts, choices: Choices, layers: list[LayerFacts]) -
     return sum(layer.dense_bytes for layer in own) + slots + reserve
 
 
-def _device_of(index: int, free: list[int], facts: ModelFacts) -> int:
-    ends = [end / sum(free) for end in accumulate(free)]
-    return min(bisect_right(ends, index / (len(facts.layers) + 1)), len(free) - 1)
+def _shares(choices: Choices, free: Sequence[float]) -> Sequence[float]:
+    """One that was not given is 0, one too many says nothing."""
+    given = (*choices.shares, *[0.0] * len(free))[: len(free)]
+    return given if any(given) else free
 
 
-def _device_of_output(free: list[int], facts: ModelFacts) -> int:
-    return _device_of(len(facts.layers), free, facts)
+def _device_of(index: int, shares: Sequence[float], facts: ModelFacts) -> int:
+    ends = [end / sum(shares) for end in accumulate(shares)]
+    return min(bisect_right(ends, index / (len(facts.layers) + 1)), len(shares) - 1)
+
+
+def _device_of_output(facts: ModelFacts, choices: Choices, free: Sequence[float]) -> int:
+    return _device_of(len(facts.layers), _shares(choices, free), facts)
 
 
 def _bare_device(

@@ -14,8 +14,9 @@ from typing import Any
 from llama_phase.errors import LlamaPhaseError
 from llama_phase.gguf_facts import read_facts
 from llama_phase.hardware import Machine, probe
-from llama_phase.plan import DevicePlan, Plan, make_plan
+from llama_phase.plan import DevicePlan, Plan, plan_server
 from llama_phase.plan_choices import Choices
+from llama_phase.plan_devices import used_by
 from llama_phase.plan_draft import not_planned
 from llama_phase.settings import Settings
 from llama_phase.tree import write_atomically
@@ -101,11 +102,16 @@ def shortfalls(plan: Plan, settings: Settings) -> list[str]:
     return short
 
 
-def slots_beside_a_late_draft(plan: Plan, settings: Settings) -> int | None:
-    """The number that slots which are auto need, so that a draft from a file of its own fits, which is loaded after
-    they took all but the reserve; at least the fewest that the engine accepts. None: the reserve is enough for it, or
-    there is a number. Pure."""
-    return plan.slots if settings.expert_slots == "auto" and plan.has_late_draft else None
+def for_a_late_draft(plan: Plan, settings: Settings) -> dict[str, Any]:
+    """Settings that a draft from a file of its own needs, which is loaded after slots that are auto took all but the
+    reserve: their number, at least the fewest that the engine accepts, unless the reserve is enough for it; and the
+    device that was found for it. Pure."""
+    found: dict[str, Any] = {}
+    if settings.expert_slots == "auto" and plan.has_late_draft:
+        found["expert_slots"] = plan.slots
+    if plan.choices.draft_place.found:
+        found["draft_device"] = plan.choices.draft_place.found
+    return found
 
 
 def save(folder: Path, deviations: Sequence[Deviation], *, model: str, engine: str) -> None:
@@ -150,7 +156,7 @@ def plan_of(settings: Settings, machine: Machine | None = None) -> tuple[Plan | 
         choices = Choices.of(settings, facts)
         if settings.expert_slots != "auto":
             choices = replace(choices, slots=settings.expert_slots)
-        return make_plan(facts, probe() if machine is None else machine, choices), ""
+        return plan_server(facts, used_by(probe() if machine is None else machine, settings.upstream), choices), ""
     except LlamaPhaseError as error:
         return None, str(error)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from llama_phase.errors import UsageError
 from llama_phase.gguf_facts import ModelFacts
+from llama_phase.plan_devices import shares
 from llama_phase.plan_draft import DraftPlace
 from llama_phase.settings import Settings
 from llama_phase.speculation import MTP_GRAPHS, UPSTREAM_N_MAX
@@ -55,6 +56,7 @@ class Choices:
     ring: int | None = None  # None: by the number of devices
     chunk: int | str = 0  # tokens that a large micro-batch is computed in at a time; auto: by size, 0: all
     budgets_mib: tuple[int, ...] = ()
+    shares: tuple[float, ...] = ()  # of the layers, by device; empty: by free memory
     type_k: str = "f16"
     type_v: str = "f16"
     sequences: int = UPSTREAM_PARALLEL
@@ -98,6 +100,7 @@ class Choices:
             ring=None if settings.ring == "auto" else settings.ring,
             chunk=settings.chunk,
             budgets_mib=tuple(int(item) for item in settings.budget_mib.split(",") if item.strip()),
+            shares=shares(settings.upstream),
             type_k=types[0],
             type_v=types[1],
             sequences=n_parallel(settings.upstream),

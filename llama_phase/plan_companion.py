@@ -32,7 +32,7 @@ class PlanCheck(Companion):
         self._folder, self._say, self._machine = folder, say, machine
         self._plan: Plan | None = None
         self._planned: dict[str, Any] = {}
-        self._slots: int | None = None  # of settings whose slots are auto, beside a draft that is loaded after them
+        self._beside_draft: dict[str, Any] = {}  # settings, for a draft that is loaded after slots that are auto
         self._checking: threading.Thread | None = None
 
     def starting(self, settings: Settings) -> None:
@@ -42,21 +42,23 @@ class PlanCheck(Companion):
         if asked != self._planned:
             self._make_plan(settings)
             self._planned = asked
-        if self._slots is not None:
-            draft = Path(flag_value(settings.upstream, DRAFT_MODEL) or "").name
-            self._say(f"slots: {self._slots}, so that the draft from {draft} fits")
+        draft = Path(flag_value(settings.upstream, DRAFT_MODEL) or "").name
+        if (slots := self._beside_draft.get("expert_slots")) is not None:
+            self._say(f"slots: {slots}, so that the draft from {draft} fits")
+        if (device := self._beside_draft.get("draft_device")) is not None:
+            self._say(f"the draft from {draft} goes to {device}, which has most room for it (--draft-device)")
 
     def resolved(self, settings: Settings) -> Settings:
-        return settings if self._slots is None else settings.model_copy(update={"expert_slots": self._slots})
+        return settings.model_copy(update=self._beside_draft) if self._beside_draft else settings
 
     def _make_plan(self, settings: Settings) -> None:
-        self._slots = None
+        self._beside_draft = {}
         self._plan, _ = plan_check.plan_of(settings, self._machine)
         if self._plan is None:
             return
-        slots = plan_check.slots_beside_a_late_draft(self._plan, settings)
-        if slots is not None:
-            settings = settings.model_copy(update={"expert_slots": slots})
+        found = plan_check.for_a_late_draft(self._plan, settings)
+        if found:
+            settings = settings.model_copy(update=found)
             self._plan, _ = plan_check.plan_of(settings, self._machine)
         short = plan_check.shortfalls(self._plan, settings) if self._plan is not None else []
         if short:
@@ -64,7 +66,7 @@ class PlanCheck(Companion):
                 f"{settings.model.name} does not fit: {'; '.join(short)}",
                 fix=f"`llama-phase plan {settings.model}` says what would; LLAMA_PHASE_CHECK_PLAN=off loads it anyway",
             )
-        self._slots = slots
+        self._beside_draft = found
 
     def ready(self, server: Server) -> None:
         if self._plan is not None:

@@ -32,12 +32,22 @@ _ALL = 1 << 30  # layers
 @dataclass(frozen=True)
 class DraftPlace:
     """Where a draft from its own file goes. `host_experts`: so many first layers leave theirs in host memory; `gpu`:
-    the one it was given, None: split as the model is; `words`: flags that stand for settings of ours."""
+    the one it was given, None: split as the model is; `named`: somebody chose; `words`: flags that stand for settings
+    of ours, and for a GPU that was found for it."""
 
     on_gpu: bool = True
     host_experts: int = 0
     gpu: int | None = None
+    named: bool = False
     words: tuple[str, ...] = ()
+
+    @property
+    def found(self) -> str:
+        """The device that was found for it; empty when it is where it was put, or where llama.cpp puts it."""
+        return "" if self.named or self.gpu is None else f"CUDA{self.gpu}"
+
+    def on(self, gpu: int) -> DraftPlace:
+        return replace(self, gpu=gpu, words=(*self.words, DRAFT_DEVICE[0], f"CUDA{gpu}"))
 
     @classmethod
     def of(cls, settings: Settings) -> DraftPlace:
@@ -57,6 +67,7 @@ class DraftPlace:
             on_gpu=flag_value(upstream, DRAFT_NGL) != "0" and device != "none",
             host_experts=host_experts,
             gpu=int(number) if number and "," not in device else None,
+            named=bool(device),
             words=tuple(words),
         )
 

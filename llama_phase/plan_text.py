@@ -57,6 +57,8 @@ def lines(report: Report) -> Iterator[str]:
         yield f"slots per layer: {plan.slots} ({most})"
         if facts.draft is not None and plan.has_late_draft:
             yield f"`serve` gives slots that are auto this number, so that the draft from {facts.draft.path.name} fits"
+        if facts.draft is not None and (device := plan.choices.draft_place.found):
+            yield f"`serve` puts the draft on {device}, which has most room for it"
         if plan.draft_slots:
             yield f"slots of the draft: {_of_the_draft(plan)}"
         yield f"ring: {plan.ring_regions} layers" if plan.ring_regions else "ring: none, stock uploads"

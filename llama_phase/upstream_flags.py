@@ -23,6 +23,9 @@ CPU_MOE = ("-cmoe", "--cpu-moe")
 N_CPU_MOE = ("-ncmoe", "--n-cpu-moe")
 NGL = ("-ngl", "--gpu-layers", "--n-gpu-layers")
 OVERRIDE = ("-ot", "--override-tensor")
+DEVICE = ("-dev", "--device")
+SPLIT_MODE = ("-sm", "--split-mode")
+TENSOR_SPLIT = ("-ts", "--tensor-split")
 DRAFT_MODEL = ("-md", "--model-draft", "--spec-draft-model")
 DRAFT_REPO = ("-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf")
 DRAFT_DEVICE = ("--spec-draft-device", "-devd", "--device-draft")
@@ -45,13 +48,16 @@ FALSE = ("off", "disabled", "false", "0")  # values of a flag or variable that l
 FLAG_ENVIRONMENT = {
     "LLAMA_ARG_API_KEY_FILE": API_KEY_FILE,
     "LLAMA_ARG_API_PREFIX": API_PREFIX,
+    "LLAMA_ARG_DEVICE": DEVICE,
     "LLAMA_ARG_N_PARALLEL": PARALLEL,
     "LLAMA_ARG_SPEC_DRAFT_HF_REPO": DRAFT_REPO,
     "LLAMA_ARG_SPEC_DRAFT_MODEL": DRAFT_MODEL,
     "LLAMA_ARG_SPEC_DRAFT_N_MAX": DRAFT_N_MAX,
     "LLAMA_ARG_SPEC_TYPE": SPEC_TYPE,
+    "LLAMA_ARG_SPLIT_MODE": SPLIT_MODE,
     "LLAMA_ARG_SSL_CERT_FILE": SSL_CERT,
     "LLAMA_ARG_SSL_KEY_FILE": SSL_KEY,
+    "LLAMA_ARG_TENSOR_SPLIT": TENSOR_SPLIT,
 }
 _KEY_SHOWN = ("it would show in the process list", "set LLAMA_PHASE_API_KEY, or pass --api-key-file FILE after `--`")
 _FETCHED = ("the model is the file given to `serve`", "download it and give its path")

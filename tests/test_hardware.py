@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from llama_phase.errors import UsageError
 from llama_phase.given_machine import read_machine, with_given
-from llama_phase.hardware import Gpu, Machine, from_json, probe, to_json
+from llama_phase.hardware import Gpu, Machine, from_json, probe, to_json, visible
 
 SMI_ROWS = """\
-0, NVIDIA GeForce RTX 3090, 24576, 24124, 1, 3, 8, 16, 8.6, 550.54.15
-1, Tesla, [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], 550.54.15
+0, NVIDIA GeForce RTX 3090, 24576, 24124, 1, 3, 8, 16, 8.6, GPU-0a1b, 550.54.15
+1, Tesla, [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], 550.54.15
 """
 SMI_TABLE = "| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    CUDA Version: 12.4     |\n"
 
@@ -64,10 +64,43 @@ def test_gpus_by_the_program_when_the_library_is_not_there_or_fails() -> None:
 
     for nvml in (no_nvml, lambda: FakeNvml(nvmlInit=broken), lambda: FakeNvml(nvmlDeviceGetCount=broken)):
         first, second = probe(nvml=nvml, run=smi).gpus
-        assert first == Gpu(0, "NVIDIA GeForce RTX 3090", 24576 << 20, 24124 << 20, 1, 3, 8, 16, "8.6")
+        assert first == Gpu(0, "NVIDIA GeForce RTX 3090", 24576 << 20, 24124 << 20, 1, 3, 8, 16, "8.6", "GPU-0a1b")
         assert second == Gpu(1, "Tesla"), "what is not available is unknown"
     machine = probe(nvml=no_nvml, run=smi)
     assert (machine.driver_version, machine.cuda_version) == ("550.54.15", "12.4")
+
+
+@pytest.mark.parametrize(
+    ("listed", "uuids"),
+    [
+        (None, "abc"),
+        ("1", "b"),
+        ("2,0", "ca"),
+        (" 1 , 2 ", "bc"),
+        ("GPU-b1", "b"),
+        ("GPU-c,GPU-a", "ca"),
+        ("GPU-", ""),  # no GPU alone
+        ("1,1,2", "b"),  # what was named before ends the list, as does what is not there
+        ("0,7,1", "a"),
+        ("", ""),
+        ("-1", ""),
+        ("NoDevFiles", ""),
+    ],
+)
+def test_gpus_that_cuda_visible_devices_leaves(listed: str | None, uuids: str) -> None:
+    there = [Gpu(index, f"card {index}", uuid=f"GPU-{letter}1") for index, letter in enumerate("abc")]
+    seen = visible(there, listed)
+    assert "".join((gpu.uuid or "")[4] for gpu in seen) == uuids
+    assert [gpu.index for gpu in seen] == list(range(len(seen))), "the numbers that CUDA gives them"
+
+
+def test_a_probe_sees_what_a_server_would() -> None:
+    masked = probe(nvml=no_nvml, run=smi, environment={"CUDA_VISIBLE_DEVICES": "1"})
+    assert [(gpu.index, gpu.name) for gpu in masked.gpus] == [(0, "Tesla")]
+    none = probe(nvml=no_nvml, run=smi, environment={"CUDA_VISIBLE_DEVICES": ""})
+    assert none.gpus == () and none.driver_version == "550.54.15"
+    part = probe(nvml=no_nvml, run=smi, environment={"CUDA_VISIBLE_DEVICES": "MIG-1"})
+    assert part.gpus == () and "MIG-1, a part of a GPU" in part.unknown["gpus"]
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("nvidia-smi"), OSError("failed: no devices"), ValueError("odd")])

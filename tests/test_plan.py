@@ -26,7 +26,9 @@ from llama_phase.hardware import Gpu, Machine
 from llama_phase.pcie import HIT_RATES, hit_rate, link_bytes_per_s, parse_link, passes
 from llama_phase.plan import RESERVE_BYTES, Plan, make_plan, ring_depth
 from llama_phase.plan_changes import changes
+from llama_phase.plan_check import plan_of
 from llama_phase.plan_choices import MIN_TOKENS_FLOOR, RING_LEAST, Choices
+from llama_phase.plan_devices import used_by
 from llama_phase.plan_draft import not_planned
 from llama_phase.plan_report import Report
 from llama_phase.plan_text import lines
@@ -546,6 +548,47 @@ def test_flags_that_no_plan_is_for(flash: ModelFacts, flag: str) -> None:
     assert not_planned(planned, flash) == ""
     other = Settings.load(model=flash.path, ctx=32768, upstream=flag.split())
     assert flag.split()[-1 if flag.startswith("-ngl") else 0] in not_planned(other, flash)
+
+
+def layers_of(flash: ModelFacts, vram: str, *upstream: str) -> dict[str, int]:
+    """MoE layers by device, of a server with these flags; slots go where layers are."""
+    settings = Settings.load(model=flash.path, ctx=32768, upstream=upstream)
+    there = used_by(machine(vram), settings.upstream)
+    devices = make_plan(flash, there, Choices.of(settings, flash)).devices
+    assert all((device.slots_bytes > 0) == (device.moe_layers > 0) for device in devices)
+    return {device.name: device.moe_layers for device in devices}
+
+
+def test_the_gpus_and_shares_that_a_server_is_given(flash: ModelFacts) -> None:
+    """As llama.cpp has it: --device chooses and orders, -ts counts by that order, all zeros mean free memory."""
+    everywhere = layers_of(flash, "24,24")
+    assert list(everywhere) == ["GPU 0", "GPU 1"] and min(everywhere.values()) > 20
+    total = sum(everywhere.values())
+    assert layers_of(flash, "1,24", "-dev", "CUDA1") == {"GPU 1": total}, "what is full and not used does not count"
+    assert layers_of(flash, "24,24", "-dev", "CUDA1,CUDA0", "-ts", "1,0") == {"GPU 1": total, "GPU 0": 0}
+    uneven = layers_of(flash, "24,24", "--tensor-split", "3/1")
+    assert 3 < uneven["GPU 0"] / uneven["GPU 1"] < 4  # the head counts as a layer
+    assert layers_of(flash, "24,24", "-ts", "0,0") == layers_of(flash, "24,24", "-ts", "1,1,5") == everywhere
+    assert layers_of(flash, "24,24", "-sm", "layer") == everywhere
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("-dev none", "none"),
+        ("-dev CUDA0,CUDA7", "CUDA7"),
+        ("-dev Vulkan0", "Vulkan0"),
+        ("-sm row", "row"),
+        ("-sm none", "none"),
+        ("-ts much", "much"),
+        ("-ts -1,2", "-1,2"),
+    ],
+)
+def test_gpus_and_splits_that_no_plan_is_for(flash: ModelFacts, flags: str, named: str) -> None:
+    with pytest.raises(UsageError, match=f"no plan: .*{named}"):
+        layers_of(flash, "24,24", *flags.split())
+    settings = Settings.load(model=flash.path, upstream=["-ngl", "99", "-cmoe", *flags.split()])
+    assert plan_of(settings, machine("24,24"))[0] is None
 
 
 def test_prefill_ubatch_auto_is_the_largest_that_fits(flash: ModelFacts) -> None:

@@ -20,7 +20,7 @@ from llama_phase.errors import MissingPrerequisite, UsageError
 from llama_phase.gguf_facts import ModelFacts, read_facts
 from llama_phase.given_machine import with_given
 from llama_phase.hardware import Machine
-from llama_phase.plan import Plan, make_plan
+from llama_phase.plan import Plan, make_plan, plan_server
 from llama_phase.plan_check import Deviation, compare, summary
 from llama_phase.plan_choices import Choices
 from llama_phase.plan_companion import PlanCheck
@@ -271,6 +271,52 @@ def test_slots_that_are_auto_become_a_number_beside_a_draft_that_is_loaded_after
         check, settings = companion(tmp_path, said, vram, **given | {"upstream": flags} | changes)
         check.starting(settings)
         assert check.resolved(settings) is settings and len(said) == 3
+
+
+def test_a_late_draft_goes_to_the_gpu_that_has_room(flash: ModelFacts, tmp_path: Path) -> None:
+    """llama.cpp puts its one layer where the head is, on the last GPU; here that is the small one."""
+    draft = str(write_flash_next(tmp_path, trunk=False))
+    flags = ["-ngl", "99", "--cpu-moe", "-md", draft]
+    given = {"model": flash.path, "ctx": 4096, "expert_slots": "auto", "mtp": "auto"}
+    two = with_given(Machine(), vram="24,12", ram="192")
+    facts = read_facts(flash.path, draft)
+
+    said: list[str] = []
+    check, settings = companion(tmp_path, said, "24,12", **given, upstream=flags)
+    check.starting(settings)
+    resolved = check.resolved(settings)
+    assert resolved.draft_device == "CUDA0" and f"{Path(draft).name} goes to CUDA0" in said[-1]
+    slots = {}
+    for device in ("", "CUDA0", "CUDA1"):
+        those = settings.model_copy(update={"draft_device": device})
+        slots[device] = make_plan(facts, two, Choices.of(those, facts)).slots
+    assert resolved.expert_slots == slots["CUDA0"] > slots["CUDA1"] == slots[""]
+
+    planned = plan_server(facts, two, Choices.of(settings, facts))
+    report = Report(facts, two, planned)
+    assert planned.slots == slots["CUDA0"] and report.serve_argv[-2:] == ["--spec-draft-device", "CUDA0"]
+    assert "`serve` puts the draft on CUDA0" in "\n".join(plan_text.lines(report))
+
+    for vram, more in (
+        ("24,12", ["-devd", "CUDA1"]),  # somebody chose
+        ("24,12", ["-ngld", "0"]),
+        ("640,320", []),  # it fits wherever it is
+        ("24", []),
+        ("1,24", ["-dev", "CUDA1"]),
+    ):
+        check, settings = companion(tmp_path, said, vram, **given, upstream=[*flags, *more])
+        check.starting(settings)
+        assert check.resolved(settings).draft_device == ""
+
+
+def test_a_late_draft_whose_gpu_the_model_is_not_on_has_no_plan(flash: ModelFacts, tmp_path: Path) -> None:
+    draft = str(write_flash_next(tmp_path, trunk=False))
+    flags = ["-ngl", "99", "--cpu-moe", "-md", draft, "-dev", "CUDA1", "-devd"]
+    two = with_given(Machine(), vram="24,24", ram="192")
+    for device, why in (("CUDA0", "the draft is on GPU 0, the model is not"), ("CUDA1", "")):
+        settings = Settings.load(model=flash.path, ctx=4096, mtp="auto", upstream=[*flags, device])
+        plan, reason = plan_check.plan_of(settings, two)
+        assert why in reason and (plan is None) == bool(why)
 
 
 def test_a_late_draft_beside_which_the_fewest_slots_do_not_fit_is_refused(flash: ModelFacts, tmp_path: Path) -> None:
