@@ -40,8 +40,8 @@ MODELS: dict[str, tuple[str, dict]] = {
 
 
 def pytest_configure() -> None:
-    """A shell that runs a script in the background ignores Ctrl-C, its children inherit that, and tests send it: here it
-    has Python's handler, so what the tests start has the default.
+    """A shell that runs a script in the background ignores Ctrl-C, its children inherit that, and tests send it: here
+    it has Python's handler, so what the tests start has the default.
     """
     sys.path.insert(0, str(ROOT / "tools"))
     signal.signal(signal.SIGINT, signal.default_int_handler)

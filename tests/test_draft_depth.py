@@ -200,9 +200,9 @@ def test_rejected_drafts_replay_nothing(fleet: Fleet, model: str, prompt) -> Non
 
 
 def test_sizes_that_come_back_find_their_graph(fleet: Fleet, prompt) -> None:
-    """Each round drafts token by token and verifies four: all but the first of a size are reused, and without only those
-    that follow one of their size. Of a fixed length, since how often a chosen one changes is the machine's. The text is
-    the same."""
+    """Each round drafts token by token and verifies four: all but the first of a size are reused, and without only
+    those that follow one of their size. Of a fixed length, since how often a chosen one changes is the machine's. The
+    text is the same."""
     model = MODELS[0]
     tokens = prompt(model, 40, seed=8)
     of_stock = fleet.stock(model).complete(tokens, n=160)
