@@ -88,6 +88,16 @@ void phase_graphs::plan_buffers() {
     buffers = std::make_unique<lent_buffers>(ctx.backend_buft, sizes);
 }
 
+// A plan is for all sequences and the full context. The graph of a batch of some of them may have other nodes, but as many and none larger; the
+// allocator compares no more than that, and would give it the plan's places: two tensors in one. So once the plan has given the buffers their
+// size, a graph of one node is planned, and the next one gets places of its own.
+static bool forget_places(ggml_backend_sched_t sched) {
+    const ggml_context_ptr ctx { ggml_init({ 2*ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }) };
+    auto * graph = ggml_new_graph(ctx.get());
+    ggml_build_forward_expand(graph, ggml_neg(ctx.get(), ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, 1)));
+    return ggml_backend_sched_reserve(sched, graph);
+}
+
 // Nothing of the context changes but what stands in its place.
 bool phase_graphs::make(const shape & of) {
     const size_t   max_nodes       = ctx.graph_max_nodes(std::max(of.n_tokens, ctx.cparams.n_seq_max));
@@ -110,7 +120,8 @@ bool phase_graphs::make(const shape & of) {
         swap_with_context(*in_use);
 
         const auto mctx = ctx.memory->init_full();
-        done = mctx && ctx.graph_reserve(of.n_tokens, ctx.cparams.n_seq_max, std::max(of.n_outputs, 1u), mctx.get()) && fits();
+        done = mctx && ctx.graph_reserve(of.n_tokens, ctx.cparams.n_seq_max, std::max(of.n_outputs, 1u), mctx.get()) && fits() &&
+            forget_places(ctx.sched.get());
     } catch (const std::exception & error) {
         LLAMA_LOG_DEBUG("llama-phase: %s\n", error.what());
     }

@@ -217,6 +217,38 @@ def test_sizes_that_come_back_find_their_graph(fleet: Fleet, prompt) -> None:
     assert reused["1"][1] < 0.6 and reused["0"][1] < 0.6
 
 
+@pytest.mark.parametrize("unified", ["-kvu", "-no-kvu"])
+@pytest.mark.parametrize("model", ["qwen4exp", "qwen35moe"])
+def test_kept_graphs_draft_the_same_for_two_slots_of_four(fleet: Fleet, prompt, model: str, unified: str) -> None:
+    """Two prompts of one request: their batches are the same every time, and hold some of the sequences that a graph is
+    planned for."""
+    prompts = [list(prompt(model, n, seed=n)) for n in (20, 400)]
+    seen = []
+    for graphs in ("0", "auto"):
+        sizes = {"ctx": 4096, "parallel": 4}
+        server = fleet.phase(model, unified, *mtp(1), sizes=sizes, DRAFT="off", GRAPHS=graphs)
+        replies = sorted(server.post(prompts, 30).json(), key=lambda reply: reply["index"])
+        counts = [(reply["timings"]["draft_n"], reply["timings"]["draft_n_accepted"]) for reply in replies]
+        seen.append(([reply["tokens"] for reply in replies], counts))
+    assert server.phase()["graphs"][1]["kept"] > 0
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("unified", ["-kvu", "-no-kvu"])
+@pytest.mark.parametrize("model", ["qwen4exp", "qwen35moe", "qwen3moe"])
+def test_kept_graphs_of_some_of_the_slots(fleet: Fleet, prompt, model: str, unified: str) -> None:
+    """Without drafts: answers of two and of three slots of four, which come back behind one alone."""
+    prompts = [list(prompt(model, n, seed=n)) for n in (20, 30, 40)]
+    seen = []
+    for graphs in ("0", "auto"):
+        server = fleet.phase(model, unified, sizes={"ctx": 4096, "parallel": 4}, DRAFT="off", GRAPHS=graphs)
+        replies = [server.post(prompts[:n], 24).json() for n in (2, 1, 3, 2, 3, 1, 2)]
+        listed = [sorted(of if isinstance(of, list) else [of], key=lambda reply: reply["index"]) for of in replies]
+        seen.append([[(reply["tokens"], reply["completion_probabilities"]) for reply in of] for of in listed])
+    assert server.phase()["graphs"][0]["kept"] > 1
+    assert seen[0] == seen[1]
+
+
 def test_a_server_with_kept_graphs_ends_without_complaint(fleet: Fleet, prompt) -> None:
     """The context's own buffers are compared with what was planned when it goes; a kept graph may be in their place."""
     server = fleet.fresh(MODELS[0], "-c", "1024", "-np", "1", *mtp(3), env={"LLAMA_PHASE_DRAFT": "auto"})
