@@ -18,27 +18,27 @@ EXPERT_BYTES = 3 * 256 * 128 // 32 * 18  # of one expert: gate, up and down in Q
 LAYER_BYTES = N_EXPERT * EXPERT_BYTES
 RAW = ("--no-repack",)
 
-# name -> preset, overrides that may break the generator's own rules, expert types taken in turn by the layers
-VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "mixed": ("tiny-moe", {}, ("Q4_0", "Q8_0", "Q4_K", "F16", "F32")),
-    "mixed-mtp": ("tiny", {}, ("Q8_0", "F16", "Q4_0")),
-    "q8_0": ("tiny-moe", {"expert_type": "Q8_0"}, ()),
-    "q4_k": ("tiny-moe", {"expert_type": "Q4_K"}, ()),
-    "f16": ("tiny-moe", {"expert_type": "F16"}, ()),
+# name -> preset, overrides that may break the generator's own rules
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixed": ("tiny-moe", {"expert_type": "Q4_0,Q8_0,Q4_K,F16,F32"}),
+    "mixed-mtp": ("tiny", {"expert_type": "Q8_0,F16,Q4_0"}),
+    "q8_0": ("tiny-moe", {"expert_type": "Q8_0"}),
+    "q4_k": ("tiny-moe", {"expert_type": "Q4_K"}),
+    "f16": ("tiny-moe", {"expert_type": "F16"}),
     # experts of 3366, 1782 and 6534 bytes (gate and up): no multiples of 16
-    "odd-q8_0": ("tiny-moe", {"expert_type": "Q8_0", "n_embd": 96, "n_ff_exp": 33}, ()),
-    "odd-q4_0": ("tiny-moe", {"expert_type": "Q4_0", "n_embd": 96, "n_ff_exp": 33}, ()),
-    "odd-f16": ("tiny-moe", {"expert_type": "F16", "n_embd": 99, "n_ff_exp": 33}, ()),
-    "fused": ("tiny-35", {"mtp": "no"}, ()),
-    "biased": ("tiny-moe", {"arch": "gpt-oss"}, ()),
-    "scaled": ("tiny-moe", {}, ()),
-    "scaled-hybrid": ("tiny", {"mtp": "no"}, ()),
-    "flat": ("tiny", {"bigram": 0.0}, ()),  # no token has probability 1
-    "one-used": ("tiny-moe", {"experts_used": 1}, ()),
-    "one-expert": ("tiny-moe", {"experts": 1, "experts_used": 1}, ()),
-    "all-used": ("tiny-moe", {"experts": 5, "experts_used": 5}, ()),
-    "many": ("tiny", {"experts": 64, "mtp": "no"}, ()),
-    "many-35": ("tiny-35", {"experts": 64, "mtp": "no"}, ()),
+    "odd-q8_0": ("tiny-moe", {"expert_type": "Q8_0", "n_embd": 96, "n_ff_exp": 33}),
+    "odd-q4_0": ("tiny-moe", {"expert_type": "Q4_0", "n_embd": 96, "n_ff_exp": 33}),
+    "odd-f16": ("tiny-moe", {"expert_type": "F16", "n_embd": 99, "n_ff_exp": 33}),
+    "fused": ("tiny-35", {"mtp": "no"}),
+    "biased": ("tiny-moe", {"arch": "gpt-oss"}),
+    "scaled": ("tiny-moe", {}),
+    "scaled-hybrid": ("tiny", {"mtp": "no"}),
+    "flat": ("tiny", {"bigram": 0.0}),  # no token has probability 1
+    "one-used": ("tiny-moe", {"experts_used": 1}),
+    "one-expert": ("tiny-moe", {"experts": 1, "experts_used": 1}),
+    "all-used": ("tiny-moe", {"experts": 5, "experts_used": 5}),
+    "many": ("tiny", {"experts": 64, "mtp": "no"}),
+    "many-35": ("tiny-35", {"experts": 64, "mtp": "no"}),
 }
 
 
@@ -48,18 +48,13 @@ def make_variant(name: str, path: Path) -> Path:
     from synth.gguf_file import llama_cpp_dir, use_gguf_py
     from synth_gguf import plan_tensors
 
-    preset, overrides, types = VARIANTS[name]
+    preset, overrides = VARIANTS[name]
     spec = replace(make_spec(preset), **overrides)
     source = llama_cpp_dir(None)
     use_gguf_py(source)
     from synth.writer import write_model
 
     plan, vocabulary = plan_tensors(spec, source)
-    if types:
-        plans = [plan_tensors(replace(spec, expert_type=kind), source)[0].tensors for kind in types]
-        for i, tensor in enumerate(plan.tensors):
-            if "_exps." in tensor.name:
-                plan.tensors[i] = plans[int(tensor.name.split(".")[1]) % len(types)][i]
     if name == "fused":
         plan.tensors = fused(plan.tensors)
     if name.startswith("scaled"):

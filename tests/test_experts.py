@@ -241,7 +241,7 @@ def test_a_checkpoint_at_a_message_costs_a_pass_only_behind_enough_tokens(
 def test_other_experts(servers: ExpertFleet, prompt, model: str) -> None:
     """Types that differ between layers, sizes that are no multiple of 16, fused gate and up, biases, scales, one expert
     or all: with few slots and a ring of exactly two regions, and with as many slots as experts, in both phases."""
-    _, overrides, _ = VARIANTS[model]
+    _, overrides = VARIANTS[model]
     n_expert, n_used = overrides.get("experts", N_EXPERT), overrides.get("experts_used", N_USED)
     for n_slots, ring in ((n_used, 2), (n_expert, "auto")):
         server = servers.switching(model, n_slots, RING=ring)

@@ -38,8 +38,9 @@ SIZES = {
     "n_ff_exp": [32, 64],
     "n_ff_shexp": [32, 96], "lin_heads_k": [1, 2], "lin_heads_v": [2, 3], "lin_dim": [16, 32], "attn_every": [1, 2, 3],
     "hc": [1, 2, 3], "hc_rank": [1, 8], "idx_dim": [32, 40], "idx_topk": [6, 8], "idx_ratio": [0, 2], "ple": [False],
-    "ple_heads": [1, 4], "ple_vocab": [20, 40], "mtp": ["no", "only"], "expert_type": ["F32", "Q8_0", "Q4_K"],
-    "dense_type": ["Q8_0", "Q4_0", "Q4_K"], "embd_type": ["F16", "Q8_0", "Q4_0"], "distinct_limit": [0.0],
+    "ple_heads": [1, 4], "ple_vocab": [20, 40], "mtp": ["no", "only"],
+    "expert_type": ["F32", "Q8_0", "Q4_K", "Q4_0,F16"], "dense_type": ["Q8_0", "Q4_0", "Q4_K"],
+    "embd_type": ["F16", "Q8_0", "Q4_0"], "distinct_limit": [0.0],
 }  # fmt: skip
 BIG = ["--layers", "400"]  # 1.8 GB: long enough to be interrupted in the middle
 
@@ -135,6 +136,16 @@ def test_qwen4exp_presets_exercise_every_feature_of_the_architecture(made, prese
     rows = shape(tensors["per_layer_token_embd.weight"])[1]
     heads = zip(kv["qwen4exp.ple.head_offsets"], kv["qwen4exp.ple.head_vocab_sizes"], strict=True)
     assert all(offset + size <= rows for offset, size in heads)
+
+
+def test_blocks_take_several_expert_types_in_turn(made):
+    overrides = {"expert_type": "Q8_0,Q4_K,F16", "layers": 4}
+    _, tensors = parse(made("tiny-moe", **overrides))
+    types = [tensors[f"blk.{block}.ffn_up_exps.weight"].tensor_type.name for block in range(4)]
+    assert types == ["Q8_0", "Q4_K", "F16", "Q8_0"]
+    _, same = parse(made("tiny-moe", layers=4, expert_type="Q4_K"))
+    for name in ("ffn_gate_exps", "ffn_down_exps"):
+        assert (tensors[f"blk.1.{name}.weight"].data == same[f"blk.1.{name}.weight"].data).all()
 
 
 def test_same_flags_give_the_same_bytes_in_another_process(made, tmp_path):

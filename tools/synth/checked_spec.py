@@ -12,7 +12,7 @@ from typing import Any
 
 from llama_phase.errors import UsageError
 
-from .spec import CHOICES, PRESETS, TOKEN_ROWS, ModelSpec
+from .spec import CHOICES, PRESETS, TOKEN_ROWS, WEIGHT_TYPES, ModelSpec
 
 MAX_EXPERTS = 1024  # LLAMA_MAX_EXPERTS
 GATED_DELTA_NET_DIMS = (16, 32, 64, 128)  # head widths its kernels exist for
@@ -59,6 +59,8 @@ def check(spec: ModelSpec) -> None:
 
     for name, allowed in CHOICES.items():
         need(getattr(s, name) in allowed, name, "is not one of " + ", ".join(allowed))
+    known = set(s.expert_types) <= set(WEIGHT_TYPES)
+    need(known, "expert_type", "is not one of " + ", ".join(WEIGHT_TYPES) + ", nor several, by commas")
     at_least(1, "layers", "n_embd", "heads", "heads_kv", "head_dim", "experts", "experts_used")
     at_least(1, "n_ff_exp", "n_ff_shexp", "ctx_train", "cluster", "pool")
     at_least(0, "vocab", "seed", "cycle", "bigram", "logit_std", "ctx", "router_std", "skew", "distinct_limit")

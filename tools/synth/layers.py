@@ -60,7 +60,7 @@ def _block(plan: TensorList, layer: int, out_rms: float) -> None:
         _gated_delta_net(plan, b, out_rms)
     else:
         _attention(plan, b, out_rms)
-    _moe(plan, b, out_rms)
+    _moe(plan, layer, out_rms)
 
 
 def _hyper_connection(plan: TensorList, prefix: str, inject: bool = True) -> None:
@@ -117,8 +117,8 @@ def _gated_delta_net(plan: TensorList, b: str, out_rms: float) -> None:
     plan.matrix(f"{b}.ssm_out.weight", v_width, spec.n_embd, out_rms, 0.55)
 
 
-def _moe(plan: TensorList, b: str, out_rms: float) -> None:
-    spec, x = plan.spec, plan.spec.block_input_rms
+def _moe(plan: TensorList, layer: int, out_rms: float) -> None:
+    spec, x, b = plan.spec, plan.spec.block_input_rms, f"blk.{layer}"
     _router(plan, f"{b}.ffn_gate_inp.weight")
     # the used experts weigh unevenly: the rms of their sum follows from the expected order statistics of the logits
     ranks = [(i + 0.625) / (spec.experts + 0.25) for i in range(spec.experts_used)]
@@ -126,9 +126,9 @@ def _moe(plan: TensorList, b: str, out_rms: float) -> None:
     effective_experts = w.sum() ** 2 / (w**2).sum()
     in_std = 1 / (x * math.sqrt(spec.n_embd))
     down_std = out_rms * math.sqrt(effective_experts) / (SWIGLU_RMS * math.sqrt(spec.n_ff_exp))
-    plan.experts(f"{b}.ffn_gate_exps.weight", spec.n_embd, spec.n_ff_exp, in_std)
-    plan.experts(f"{b}.ffn_up_exps.weight", spec.n_embd, spec.n_ff_exp, in_std)
-    plan.experts(f"{b}.ffn_down_exps.weight", spec.n_ff_exp, spec.n_embd, down_std)
+    plan.experts(f"{b}.ffn_gate_exps.weight", layer, spec.n_embd, spec.n_ff_exp, in_std)
+    plan.experts(f"{b}.ffn_up_exps.weight", layer, spec.n_embd, spec.n_ff_exp, in_std)
+    plan.experts(f"{b}.ffn_down_exps.weight", layer, spec.n_ff_exp, spec.n_embd, down_std)
     if spec.has_biases:
         plan.vector(f"{b}.ffn_gate_inp.bias", spec.experts, mean=0)
         for part, width in {"gate": spec.n_ff_exp, "up": spec.n_ff_exp, "down": spec.n_embd}.items():

@@ -21,7 +21,7 @@ def add_metadata(w: gguf.GGUFWriter, spec: ModelSpec, vocabulary: Vocabulary) ->
     w.add_name(f"synthetic {spec.arch} {spec.layers}x{spec.experts}")
     w.add_description("random weights, for tests only")
     w.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    w.add_file_type(FILE_TYPES[spec.expert_type])
+    w.add_file_type(FILE_TYPES[spec.expert_types[0]])
     sizes = {
         "block_count": spec.blocks,
         "context_length": spec.ctx_train,

@@ -12,7 +12,6 @@ WEIGHT_TYPES = ("F32", "F16", "Q8_0", "Q4_0", "Q4_K")
 CHOICES = {
     "arch": ARCHITECTURES,
     "mtp": ("yes", "no", "only"),
-    "expert_type": WEIGHT_TYPES,
     "dense_type": WEIGHT_TYPES,
     "embd_type": WEIGHT_TYPES[:4],  # rows are encoded from floats, for which there is no Q4_K here
 }
@@ -57,7 +56,7 @@ class ModelSpec:
     vocab: int = _flag(8192, "tokens; 0: all of the vocabulary file")
     vocab_file: str = _flag("ggml-vocab-qwen35.gguf", "tokenizer: a path, or a name in the source's models/")
     ctx_train: int = _flag(262144, "context length written to the metadata")
-    expert_type: str = _flag("Q4_0", "type of the experts and the PLE table")
+    expert_type: str = _flag("Q4_0", "type of experts and PLE table; several, by commas: blocks take them in turn")
     dense_type: str = _flag("Q8_0", "type of the other matrices")
     embd_type: str = _flag("Q8_0", "type of token embeddings and LM head")
     seed: int = _flag(1, "seed of everything")
@@ -85,6 +84,11 @@ class ModelSpec:
     def has_biases(self) -> bool:
         """On attention, router and experts."""
         return self.arch == "gpt-oss"
+
+    @property
+    def expert_types(self) -> list[str]:
+        """Block i has the i-th, counted round; the PLE table the first."""
+        return self.expert_type.split(",")
 
     @property
     def has_trunk(self) -> bool:

@@ -43,9 +43,9 @@ class TensorList:
         self.spec = spec
         self.tensors: list[Tensor] = []
         self.dense_type = Type[spec.dense_type]
-        self.expert_type = Type[spec.expert_type]
-        weights, size = type_bytes(self.expert_type)
-        expert_bytes = 3 * spec.n_embd * spec.n_ff_exp * size / weights
+        self.expert_types = [Type[name] for name in spec.expert_types]
+        sizes = [size / weights for weights, size in map(type_bytes, self.expert_types)]
+        expert_bytes = 3 * spec.n_embd * spec.n_ff_exp * sum(sizes) / len(sizes)
         self.experts_are_pooled = spec.blocks * spec.experts * expert_bytes > spec.distinct_limit * 1e9
         self._pools: dict[str, np.ndarray] = {}
 
@@ -77,9 +77,10 @@ class TensorList:
 
         self.add(name, shape, kind, chunks)
 
-    def experts(self, name: str, n_in: int, n_out: int, std: float) -> None:
+    def experts(self, name: str, layer: int, n_in: int, n_out: int, std: float) -> None:
         """[n_in, n_out, experts]. Above --distinct-limit the experts share rows, but no two are the same function."""
-        shape, kind = (n_in, n_out, self.spec.experts), type_for_rows(self.expert_type, n_in)
+        shape = (n_in, n_out, self.spec.experts)
+        kind = type_for_rows(self.expert_types[layer % len(self.expert_types)], n_in)
         if self.experts_are_pooled:
             self._slices(name, shape, std, kind, self.spec.experts, n_out)
         else:
@@ -90,10 +91,10 @@ class TensorList:
         parts = -(-n_rows // PLE_PART_ROWS)
         is_whole = n_rows == parts * PLE_PART_ROWS
         if (is_whole and parts > MAX_DISTINCT_PLE_PARTS) or n_rows > MAX_DISTINCT_PLE_ROWS:
-            kind = type_for_rows(self.expert_type, n_in)
+            kind = type_for_rows(self.expert_types[0], n_in)
             self._slices(name, (n_in, parts * PLE_PART_ROWS), 1.0, kind, parts, PLE_PART_ROWS)
         else:
-            self.random(name, (n_in, n_rows), 1.0, self.expert_type)
+            self.random(name, (n_in, n_rows), 1.0, self.expert_types[0])
 
     def _slices(self, name: str, shape: tuple[int, ...], std: float, kind: Type, n_parts: int, rows: int) -> None:
         """``n_parts`` slices of ``rows`` rows out of one pool, each beginning at another row."""
