@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Correctness of the CUDA engine, through llama-server, on synthetic models. Needs a GPU and build/cuda.
 
-usage: gpu_engine.py [--models DIR] [--cycles N] [--quick] [--parts answers,chunks,cycles] [--presets tiny,...]
-                     [--gpus 2]
+usage: gpu_engine.py [--models DIR] [--cycles N] [--quick] [--parts answers,prompts,drafts,chunks,cycles]
+                     [--presets tiny,...] [--gpus 2]
 
 Compared with all weights on the GPU, stock code, at the same batch split: greedy tokens and the log-probabilities of
 every token, bit for bit. Cold and warm slots, the fewest slots, all experts as slots, with and without prefetch, every
@@ -16,7 +16,8 @@ the device has as much free memory as before, to the byte. With --gpus 2 layers 
 reference's, too. Chunks divide sums in another way on a GPU, and so do micro-batches of another size in stock: on
 all-F32 models the first token may differ by CHUNK_FACTOR times what stock shows between its sizes in the same run. Near
 ties among experts and rows enlarge single differences, so three quarters of the prompts count, and no prompt may be
-CHUNK_WORST away. Why they differ, tensor by tensor: tools/first_difference.py.
+CHUNK_WORST away. Why they differ, tensor by tensor: tools/first_difference.py. What the parts prompts (streamed,
+several at once, cancelled, mixed types) and drafts (each length, two slots) compare: gpu_prompts.py, gpu_drafts.py.
 
 exit codes: 0 all equal, 1 a difference, named on its line
 """
@@ -27,35 +28,26 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from gpu_drafts import MODELS as DRAFTING_MODELS
+from gpu_drafts import check_drafts
+from gpu_prompts import MODELS as PROMPT_MODELS
+from gpu_prompts import check_prompts
 from scored import scored
+from served import PHASE, PREFILL_UBATCH, STOCK, served
 from synth.adapter import write_adapter
 from synth_gguf import make_model
 
 from llama_phase.bench import prompt_tokens
-from llama_phase.client import Client, RequestFailed
 from llama_phase.errors import LlamaPhaseError
-from llama_phase.server import Server
-from llama_phase.settings import Settings
 
-PARTS = ("answers", "chunks", "cycles")
+PARTS = ("answers", "prompts", "drafts", "chunks", "cycles")
 PRESETS = ("tiny", "tiny-moe", "tiny-35")
-PREFILL_UBATCH = 1024
-COMMON = ("-ngl", "99", "-np", "1", "--no-warmup", "-t", "4")
-PHASE = {
-    "prefill_mode": "transaction",
-    "ubatch": 128,
-    "batch": PREFILL_UBATCH,
-    "prefill_ubatch": PREFILL_UBATCH,
-    "prefill_min_tokens": 256,
-}
-STOCK = {"prefill_mode": "off", "ubatch": PREFILL_UBATCH, "batch": PREFILL_UBATCH}
 BETWEEN = "GPU layers between, ring 2"
 NO_RING = "slots for the tail, ring 0"
 PROMPTS = (1, 300, 1500, 2500)  # tokens; all but the first switch the phase
@@ -69,19 +61,6 @@ CHUNK_WORST = 1.5  # of a log-probability; stock's near ties show up to 0.75 amo
 MTP = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
 LONG_ANSWER_TOKENS, LEAST_REPLAYS = 1000, 900
 NOT_PINNED = "pin.register:*,pin.copy:*"
-
-
-@contextmanager
-def served(model: Path, settings: dict, upstream: tuple[str, ...]) -> Iterator[Client]:
-    """A client of a server with these settings. Raises what the server's end means when it dies under a request."""
-    loaded = Settings.load(model=model, port=0, ctx=8192, upstream=(*COMMON, *upstream), **settings)
-    with Server(loaded) as server, server.client() as client:
-        try:
-            yield client
-        except RequestFailed:
-            time.sleep(1)  # until the process has ended
-            server.check_alive()
-            raise
 
 
 def answers(model: Path, settings: dict, upstream: tuple[str, ...], repeats: int = 1) -> tuple[list, dict]:
@@ -325,7 +304,7 @@ def main() -> int:
     parser.add_argument("--models", type=Path, default=Path("/dev/shm/llama-phase"))
     parser.add_argument("--cycles", type=int, default=200)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--parts", default=",".join(PARTS), help="several may run side by side, but cycles alone")
+    parser.add_argument("--parts", default=",".join(PARTS), help="cycles and prompts alone, others side by side")
     parser.add_argument("--presets", default=",".join(PRESETS), help="whose answers are compared")
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="2: layers split evenly over two devices")
     options = parser.parse_args()
@@ -338,6 +317,10 @@ def main() -> int:
     for preset in presets if "answers" in parts else ():
         model = make_model(preset, options.models / f"{preset}.gguf")
         failures += failures_of(check_model, preset, model, 4, 32, options.quick, split)
+    for name in PROMPT_MODELS if "prompts" in parts else ():
+        failures += failures_of(check_prompts, name, options.models, split)
+    for name in DRAFTING_MODELS if "drafts" in parts else ():
+        failures += failures_of(check_drafts, name, options.models, split)
     for preset in (f"{preset}-exact" for preset in PRESETS) if "chunks" in parts else ():
         model = make_model(preset, options.models / f"{preset}.gguf")
         failures += failures_of(check_chunks, preset, model, 4)
