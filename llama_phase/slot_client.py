@@ -58,11 +58,16 @@ class SlotClient(Client):
         self._act(slot, "erase", {}, timeout_s)
 
     def replay(self, slot: int, tokens: Sequence[int], n: int, *, timeout_s: float | None = None) -> Replay:
-        """Continue `tokens` greedily by `n`. No speculation: its drafts would change the shapes of the batches."""
-        extra: dict[str, Any] = {"ignore_eos": True, "speculative.n_max": 0}
-        done = self.completion(tokens, n, n_probs=1, id_slot=slot, timeout_s=timeout_s, **extra)
-        logprobs = [position["logprob"] for position in done.probabilities]
-        return Replay(done.tokens, logprobs, int(done.timings.get("cache_n", 0)))
+        """Continue `tokens` greedily by `n`, a token a request: nothing is drafted for the last token of an answer, and
+        drafts would change the shapes of the batches and leave out probabilities."""
+        so_far, logprobs = list(tokens), []
+        n_cached: int | None = None
+        for _ in range(n):
+            done = self.completion(so_far, 1, n_probs=1, id_slot=slot, timeout_s=timeout_s, ignore_eos=True)
+            n_cached = int(done.timings.get("cache_n", 0)) if n_cached is None else n_cached
+            logprobs += [position["logprob"] for position in done.probabilities]
+            so_far += done.tokens
+        return Replay(so_far[len(tokens) :], logprobs, n_cached or 0)
 
     def _act(self, slot: int, action: str, body: dict[str, Any], timeout_s: float | None) -> None:
         self._json("POST", f"/slots/{slot}?action={action}", body, timeout_s)

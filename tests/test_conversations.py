@@ -16,7 +16,7 @@ from engine_server import EngineServer, wait_until
 from fake_world import until
 from supervised import Run
 
-from llama_phase.client import RequestFailed
+from llama_phase.client import Client, RequestFailed
 from llama_phase.companions import companions_for
 from llama_phase.conversation_keeper import ConversationKeeper
 from llama_phase.conversations import Conversations, Outcome, checksum, identity_of, is_due
@@ -410,6 +410,33 @@ def test_with_the_real_server(one_server, prompt, model: str, tmp_path: Path, mo
             "a damaged state is found by replaying"
         )
         assert server.complete(more, n=8, cache=True).n_cached == 0
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("model", ["qwen4exp", "qwen35moe"])
+def test_a_replay_drafts_nothing(one_server, prompt, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which lengths would be chosen then is not those of before, and tokens come in batches of other shapes."""
+    words = prompt(model, 60)
+    server = one_server(model, "-np", "1", "--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
+    answer = server.complete(words, n=30, cache=True)
+    assert answer.timings["draft_n_accepted"] > 0
+    held = [*words, *answer.tokens[:-1]]
+    drafted = []
+
+    def recorded(client: SlotClient, *args: object, **more: object) -> object:
+        done = Client.completion(client, *args, **more)  # type: ignore[arg-type]
+        drafted.append(done.timings.get("draft_n", 0))
+        return done
+
+    monkeypatch.setattr(SlotClient, "completion", recorded)
+    with SlotClient(f"http://127.0.0.1:{server.port}") as client:
+        replay = client.replay(0, [*held, held[-1]], 8)
+        server.complete(held, n=1, cache=True)
+        again = client.replay(0, [*held, held[-1]], 8)
+    assert set(drafted) == {0}
+    assert len(replay.tokens) == len(replay.logprobs) == 8 and replay.n_cached == len(held)
+    assert again.tokens == replay.tokens
+    assert again.logprobs == pytest.approx(replay.logprobs, abs=0.05)
 
 
 @pytest.mark.engine
