@@ -90,7 +90,7 @@ bench: build  ## measure stock against phase (BENCH_ARGS)
 	@$(V)/python -m llama_phase.bench $(BENCH_ARGS)
 
 bench-gpu: export ENGINE := cuda
-bench-gpu: named-model build  ## stock, static and phase on a GPU: table and JSON (MODEL=file, SUITE=gpu, JSON=file, BENCH_ARGS)
+bench-gpu: named-model build  ## stock, static and phase on a GPU: table and JSON (MODEL=file, SUITE=gpu|gpu2|kv, JSON=file, BENCH_ARGS)
 	@$(V)/python -m llama_phase.bench '$(MODEL)' --suite $(SUITE) --json '$(JSON)' $(BENCH_ARGS)
 
 named-model:

@@ -1,6 +1,6 @@
 """Side-by-side measurement of server configurations: one model, the same prompts, one run.
 
-    python -m llama_phase.bench MODEL [--suite cpu|gpu|prefetch|restore|prefill|speculation|gpu2]
+    python -m llama_phase.bench MODEL [--suite cpu|gpu|prefetch|restore|prefill|speculation|gpu2|kv]
         [--runs N] [--rounds N] [--only NAME]... [--json FILE]
     make bench-gpu MODEL=FILE      --suite gpu (SUITE=...), on the CUDA engine, into bench-gpu.json
 
@@ -18,12 +18,10 @@ import datetime
 import json
 import platform
 import random
-import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ from rich.table import Table
 
 from llama_phase.client import Client
 from llama_phase.errors import LlamaPhaseError
-from llama_phase.hardware import probe
+from llama_phase.hardware import device_memory_mib, probe
 from llama_phase.prompt_texts import PROMPT_TEXTS
 from llama_phase.server import Server
 from llama_phase.settings import Settings
@@ -45,17 +43,19 @@ class Configuration:
     name: str
     settings: dict[str, Any]
     upstream: tuple[str, ...] = ()
+    once: bool = False  # in the first round only
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompt lengths and answer lengths in tokens; every run of a kind uses another text."""
+    """Prompt lengths and answer lengths in tokens; every run of a kind uses another text. `depths`: of suite kv."""
 
     short_tokens: int = 200
     answer_tokens: int = 300
     long_tokens: int = 8192
     long_answer_tokens: int = 64
     runs: int = 5
+    depths: tuple[int, ...] = ()
 
 
 @dataclass
@@ -146,20 +146,6 @@ def measure(configuration: Configuration, model: Path, workload: Workload, vocab
             "build_info": client.props().get("build_info"),
         }
     return {"samples": [asdict(sample) for sample in samples if sample.text > 0], **result}  # text 0 warms up
-
-
-def device_memory_mib(pid: int | None) -> float | None:
-    """Device memory of a process in MiB, None where it cannot be told."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    lines = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
-    used = [float(line.split(",")[1]) for line in lines if line.split(",")[0].strip() == str(pid)]
-    if used:
-        return sum(used)
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    lines = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
-    return sum(float(line) for line in lines if line.strip().isdigit()) or None
 
 
 GPU = ("-ngl", "99")
@@ -323,6 +309,7 @@ def _processor() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    from llama_phase import bench_kv
     from llama_phase.bench_prefill import gpu2_suite, prefill_suite
 
     parser = argparse.ArgumentParser(prog="python -m llama_phase.bench", description=(__doc__ or "").split("\n")[0])
@@ -334,11 +321,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "prefill": prefill_suite,
         "gpu2": gpu2_suite,
     }
-    parser.add_argument("--suite", choices=(*suites, "restore", "speculation"), default="cpu")
+    parser.add_argument("--suite", choices=(*suites, "restore", "speculation", "kv"), default="cpu")
     parser.add_argument("--runs", type=int, default=5, help="counted texts of each kind per round")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--long-tokens", type=int, default=8192, help="0: no long prompts")
-    parser.add_argument("--answer-tokens", type=int, help="[default: 300; restore: 200]")
+    parser.add_argument("--answer-tokens", type=int, help="[default: 300; restore: 200; kv: 128]")
+    depths = "2048,8192,32768,131072"
+    parser.add_argument("--depths", type=bench_kv.depths_of, default=depths, help="kv: prompt lengths, comma-separated")
     parser.add_argument("--vocabulary", type=int, default=4000)
     parser.add_argument("--threads", type=int, default=16)
     parser.add_argument("--only", action="append", metavar="NAME", help="part of a name, or =NAME; may be repeated")
@@ -347,7 +336,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="where all figures go")
     options = parser.parse_args(arguments)
 
-    measure_one = measure
+    measure_one, check = measure, lambda suite, results: []
+    answer_tokens = options.answer_tokens or {"restore": 200, "kv": 128}.get(options.suite, 300)
+    workload = Workload(runs=options.runs, long_tokens=options.long_tokens, answer_tokens=answer_tokens)
     if options.suite == "restore":
         from llama_phase.bench_restore import measure_restore, restore_suite, restore_table
 
@@ -356,12 +347,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from llama_phase.bench_speculation import rates_of, speculation_suite, speculation_table
 
         suite = speculation_suite(options.threads, options.slots, rates_of(options.acceptance))
-        options.long_tokens, show = 0, speculation_table
+        workload, show = replace(workload, long_tokens=0), speculation_table
+    elif options.suite == "kv":
+        workload = replace(workload, depths=options.depths)
+        suite, show = bench_kv.kv_suite(options.threads, workload), bench_kv.kv_table
+        measure_one, check = bench_kv.measure_kv, bench_kv.different_answers
+        options.only = options.only or bench_kv.DEFAULT_ROWS
     else:
         suite, show = suites[options.suite](options.threads), table
     suite = [one for one in suite if not options.only or any(_is_named(one, name) for name in options.only)]
-    answer_tokens = options.answer_tokens or (200 if options.suite == "restore" else 300)
-    workload = Workload(runs=options.runs, long_tokens=options.long_tokens, answer_tokens=answer_tokens)
     console = Console(width=170 if not sys.stdout.isatty() else None)
 
     results: dict[str, list[dict[str, Any]]] = {one.name: [] for one in suite}
@@ -374,7 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "configurations": [asdict(one) for one in suite],
     }
     for number in range(options.rounds):
-        for one in suite:
+        for one in (one for one in suite if not (one.once and number)):
             console.print(f"round {number + 1}: {one.name}")
             try:
                 results[one.name].append(measure_one(one, options.model, workload, options.vocabulary))
@@ -387,6 +381,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     there = {name: rounds for name, rounds in results.items() if rounds}
     if there:
         console.print(show(there))
+    for line in check(suite, there):
+        failed.append(line)
+        console.print(f"failed: {line}", markup=False)
     if options.json:
         console.print(f"all figures: {options.json}")
     return 1 if failed else 0

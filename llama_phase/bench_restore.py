@@ -17,12 +17,12 @@ from llama_phase.bench import (
     HOST_EXPERTS,
     Configuration,
     Workload,
-    device_memory_mib,
     median,
     phase_slots,
     prompt_tokens,
 )
 from llama_phase.client import Client
+from llama_phase.hardware import device_memory_mib
 from llama_phase.server import Server
 from llama_phase.settings import Settings
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -265,3 +266,17 @@ def _hugepages(meminfo: str) -> tuple[int, int]:
 def _numbers(text: str) -> Mapping[str, int]:
     rows = (line.replace(":", " ").split() for line in text.splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def device_memory_mib(pid: int | None) -> float | None:
+    """Device memory of a process in MiB, None where it cannot be told."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+    used = [float(line.split(",")[1]) for line in lines if line.split(",")[0].strip() == str(pid)]
+    if used:
+        return sum(used)
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+    return sum(float(line) for line in lines if line.strip().isdigit()) or None
