@@ -4,22 +4,24 @@
 usage: gpu_kv.py [--models DIR] [--big FILE] [--parts equal,rows,speed,more,all,stock,vram] [--depths N,...]
                  [--rounds N]
 
-equal  tiny models through llama-server, K/V on the host against K/V on the device, same batch split: tokens and
-       log-probabilities bit for bit; 1 and 4 streams, with and without MTP, with and without a switch of the phase,
-       with experts in host memory and slots in both, and a dense model whose context is shifted
-rows   the same with several sizes of what the device keeps of host K/V (LLAMA_PHASE_KV_ROWS): a conversation that
-       grows, forks and is saved, put aside and restored; MTP, also with verify batches of 7, which the scores of pools
-       have a kernel for; 4 streams, in turn and at once; a prompt of 40000 tokens; the counters say that rows were
-       found
-speed  conversations with the big model (made when it is missing, 13 GB), all weights on the GPU: prompts of several
-       lengths, and three turns behind each; K/V on the device with the stock and with the fast selection, on the host
-       with the fast one, --rounds times in turn. All but the first are contexts of ours without a switch (mode bypass),
-       since those send a token's inputs together, which is more than the places differ by. (llama-bench draws its
-       tokens at random, and restores its state between repetitions, which leaves no rows kept.) With the same selection
-       answers must be the same
+Compared are tokens, the log-probabilities of the likeliest ten at each, tokens taken from the cache, and drafts made
+and accepted: bit for bit, at the same batch split. (For verified drafts the server gives no log-probabilities: each
+conversation ends with answers of a single token, which need none.)
+
+equal  tiny models through llama-server, K/V on the host against K/V on the device; 1 and 4 streams, with and without
+       MTP, with and without a switch of the phase, with experts in host memory and slots in both; and a dense model by
+       force, whose context is shifted in one stream and in four at once
+rows   the same with several sizes of what the device keeps of host K/V (LLAMA_PHASE_KV_ROWS), in 1 and 4 streams, with
+       and without MTP: a conversation that grows, forks behind a checkpoint and in front of it, and is saved, put aside
+       and restored; four prompts at once; a prompt of 40000 tokens, alone and beside shorter ones. Verify batches of 7
+       as well, which the scores of pools have a kernel for. The counters say that rows were found
+
+The other parts are rows of `llama_phase.bench --suite kv`, with the big model (made when it is missing, 13 GB):
+
+speed  conversations, stock, and both places of K/V alike
 more   the same on the host with nothing kept on the device, and with the stock selection
 all    the same on the host with all positions kept on the device as well
-stock  llama-bench with -nkvo, 8k and 32k, given up after a minute
+stock  a conversation with -nkvo, which is given up after a minute
 vram   device memory at two context sizes, both places and three micro-batches: bytes per token of context
 
 exit codes: 0 measured and all equal, 1 a difference or a program that failed, named on its line
@@ -28,14 +30,12 @@ exit codes: 0 measured and all equal, 1 a difference or a program that failed, n
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +44,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from scored import scored
 from synth_gguf import make_model
 
-from llama_phase.bench import device_memory_mib, prompt_tokens
+from llama_phase import bench
+from llama_phase.bench import prompt_tokens
+from llama_phase.errors import LlamaPhaseError
 from llama_phase.server import Server
 from llama_phase.settings import Settings
 from llama_phase.slot_client import SlotClient
 
-PLACES = ("device", "host")
-VARIANTS = {  # name -> LLAMA_PHASE_*
-    "device, stock": {},
-    "device, fast": {"SELECT": "fast"},
-    "host, fast": {"KV": "host", "SELECT": "fast"},
-    "host, none kept": {"KV": "host", "SELECT": "fast", "KV_ROWS": "0"},
-    "host, 32768 kept": {"KV": "host", "SELECT": "fast", "KV_ROWS": "32768"},
-    "host, 65536 kept": {"KV": "host", "SELECT": "fast", "KV_ROWS": "65536"},
-    "host, all kept": {"KV": "host", "SELECT": "fast", "KV_ROWS": "1000000"},
-    "host, stock": {"KV": "host", "SELECT": "stock"},
+ROWS_OF_PARTS = {  # --only of the suite
+    "speed": ("=stock", "=device", "=device, fast", "=host, fast"),
+    "more": ("=host, none kept", "=host, stock"),
+    "all": ("=host, all kept",),
+    "stock": ("=stock, -nkvo",),
+    "vram": ("VRAM",),
 }
 ALL_ON_GPU = ("-ngl", "99", "--no-warmup", "-t", "4", "-fa", "on")
 OFF = {"prefill_mode": "off", "ubatch": 256, "batch": 1024}
@@ -67,279 +65,223 @@ PHASE = {"prefill_mode": "transaction", "ubatch": 128, "batch": 1024, "prefill_u
 SPARSE_KERNEL = {"heads": 16, "heads_kv": 2, "head_dim": 256, "rope_dim": 64}
 INDEXER_KERNEL = {"idx_dim": 128, "idx_topk": 2048}
 MTP = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
+MTP_ONE = (*MTP[:-1], "1")  # verify batches of 2, which the sparse kernel takes from 8204 rows on
 MTP_SIX = (*MTP[:-1], "6")
 SLOTS = {"expert_slots": 16, "expert_batch": 4}
-LONG_PROMPT = {"tokens": 40000, "ctx": 45056}
-MTP_ONE = (*MTP[:-1], "1")  # verify batches of 2, which the sparse kernel takes from 8204 rows on
-PROMPTS = (1, 9, 300, 5000, 9000)  # tokens; the sparse kernel begins at 4096 rows
+ONE_SLOT, FOUR_STREAMS = ("-np", "1"), ("-np", "4", "-no-kvu")
+N_PROBS = 10
+CTX, CTX_SHIFTED = 10240, 1024  # of a stream
+PROMPTS = (1, 9, 300, 1000, 5000, 9000)  # tokens; the sparse kernel begins at 4096 rows
 ANSWER_TOKENS = 64
-TURNS, TURN_TOKENS = 3, 128
-UBATCH = 2048
-VRAM_UBATCHES = (64, 128, 512)
-BENCH = ("-ngl", "99", "-fa", "1", "-b", str(UBATCH), "-ub", str(UBATCH), "-t", "8", "-o", "json")
-STOCK_LIMIT_S = 60.0
+CHECKPOINT_FORK, FULL_FORK = 4900, 4500  # of 5000 tokens: the server's checkpoint is 260 in front of their end
+LONG_PROMPT, LONG_CTX = 40000, 45056
+AT_ONCE = (4400, 5100, 5800, 6500)
+LONG_AT_ONCE = (LONG_PROMPT, 5000, 1000, 20)
+SHIFTED_AT_ONCE, SHIFTED_ANSWER = (800, 700, 900, 1000), 400
+
+Answer = tuple[list[list[tuple[int, float]]], list[int | None]]
 
 
-def answers(
-    model: Path, place: str, settings: dict[str, Any], upstream: tuple[str, ...], streams: int
-) -> tuple[list, dict]:
-    """Tokens with log-probabilities for every prompt, twice over, and /phase at the end."""
-    flags = (*ALL_ON_GPU, *upstream)
-    select = "stock" if place == "device" else "fast"
-    settings = {**settings, "kv": place, "select": select, "ctx": 10240 * streams}
-    loaded = Settings.load(model=model, port=0, upstream=flags, **settings)
-    with Server(loaded) as server, server.client() as client:
-        out = []
-        for length in PROMPTS * 2:
-            prompt = prompt_tokens(length, length, 4000)
-            got = client.completion(prompt, ANSWER_TOKENS, cache_prompt=False, n_probs=3, ignore_eos=True)
-            out.append(scored(got.probabilities))
-        return out, client.phase() or {}
+def answer_of(reply: dict[str, Any]) -> Answer:
+    """What has to be the same: for each token itself, then the likeliest ones, with log-probabilities; the tokens from
+    the cache, drafted and accepted."""
+    tokens = [scored((step, *step["top_logprobs"])) for step in reply["completion_probabilities"]]
+    return tokens, [reply["timings"].get(name) for name in ("cache_n", "draft_n", "draft_n_accepted")]
 
 
-def first_difference(expected: list, got: list) -> str:
-    for number, (a, b) in enumerate(zip(expected, got, strict=True)):
-        for step, (x, y) in enumerate(zip(a, b, strict=True)):
-            if x != y:
-                return f"prompt {PROMPTS[number % len(PROMPTS)]}, token {step}: {x} and {y}"
+def first_difference(expected: dict[str, Answer], got: dict[str, Answer]) -> str:
+    """Step, token and values of the first one; empty when all is the same."""
+    for step in {**expected, **got}:
+        (tokens, counts), (other_tokens, other_counts) = (answers.get(step, ([], [])) for answers in (expected, got))
+        for number, pairs in enumerate(zip_longest(tokens, other_tokens, fillvalue=())):
+            for a, b in zip_longest(*pairs):
+                if a != b:
+                    return f"{step}, token {number}: {a} and {b}"
+        if counts != other_counts:
+            return f"{step}: cached, drafted, accepted {counts} and {other_counts}"
     return ""
 
 
-def check_equal(models: Path) -> list[str]:
+class Asker:
+    """Asks one server, and keeps each answer under what was asked."""
+
+    def __init__(self, client: SlotClient, streams: int):
+        self.client = client
+        self.streams = streams
+        self.answers: dict[str, Answer] = {}
+
+    def ask(self, step: str, prompt: list[int], n: int = 24, slot: int = 0, **extra: Any) -> list[int]:
+        """Prompt and answer."""
+        got = self.client.completion(prompt, n, id_slot=slot, n_probs=N_PROBS, ignore_eos=True, **extra)
+        self.answers[step] = answer_of(got.raw)
+        return prompt + got.tokens
+
+    def ask_singly(self, step: str, prompt: list[int], n: int = 8) -> None:
+        """Answers of one token, each of which the next one's prompt ends with: batches of one, never a draft."""
+        for number in range(n):
+            prompt = self.ask(f"{step} {number}", prompt, 1)
+
+    def ask_at_once(self, lengths: Sequence[int], n: int) -> None:
+        """One request with a prompt for each stream, whose answers share their batches."""
+        prompts = [prompt_tokens(length, 31 + number, 4000) for number, length in enumerate(lengths)]
+        got = self.client.completion(prompts, n, n_probs=N_PROBS, ignore_eos=True, cache_prompt=False)
+        for reply in got.raw["value"]:
+            self.answers[f"at once {lengths[reply['index']]}"] = answer_of(reply)
+
+
+Scenario = Callable[[Asker], None]
+
+
+def prompts_twice(asker: Asker) -> None:
+    for number in (1, 2):
+        for length in PROMPTS:
+            prompt = prompt_tokens(length, length, 4000)
+            asker.ask(f"prompt {length}, {number}", prompt, ANSWER_TOKENS, slot=-1, cache_prompt=False)
+
+
+def conversation(asker: Asker) -> None:
+    """What a slot goes through."""
+    first = asker.ask("begin", prompt_tokens(5000, 1, 4000), 150)
+    first = asker.ask("30 more", [*first, *prompt_tokens(30, 2, 4000)])
+    first = asker.ask("300 more", [*first, *prompt_tokens(300, 3, 4000)])
+    asker.ask("fork behind a checkpoint", [*first[:CHECKPOINT_FORK], *prompt_tokens(100, 7, 4000)])
+    fork = asker.ask("fork in front of it", [*first[:FULL_FORK], *prompt_tokens(40, 4, 4000)])
+    asker.client.save(0, "fork.bin")
+    asker.ask("another", prompt_tokens(9000, 5, 4000), 64)
+    asker.client.restore(0, "fork.bin")
+    fork = asker.ask("restored", [*fork, *prompt_tokens(9, 6, 4000)])
+    for slot in range(1, asker.streams):
+        asker.ask(f"slot {slot}", prompt_tokens(4400 + slot, 6 + slot, 4000), slot=slot)
+    fork = asker.ask("1 more", [*fork, *prompt_tokens(1, 20, 4000)])
+    asker.ask_singly("single", fork)
+
+
+def long_prompt(asker: Asker) -> None:
+    """An answer behind it, and the next turn."""
+    prompt = asker.ask("long", prompt_tokens(LONG_PROMPT, 1, 4000), 150)
+    prompt = asker.ask("behind long", [*prompt, *prompt_tokens(30, 2, 4000)], 150)
+    asker.ask_singly("single behind long", prompt)
+
+
+def at_once(asker: Asker) -> None:
+    asker.ask_at_once(AT_ONCE, 64)
+
+
+def long_at_once(asker: Asker) -> None:
+    asker.ask_at_once(LONG_AT_ONCE, 64)
+
+
+def shifted(asker: Asker) -> None:
+    """Answers that run over the end of the context."""
+    asker.ask("alone", prompt_tokens(800, 1, 4000), SHIFTED_ANSWER)
+    asker.ask_at_once(SHIFTED_AT_ONCE, SHIFTED_ANSWER)
+
+
+def run(
+    model: Path, settings: dict[str, Any], upstream: tuple[str, ...], scenarios: Sequence[Scenario]
+) -> tuple[dict[str, Answer], dict[str, Any]]:
+    """The answers of one server, and /phase at the end. Raises what the server raises."""
+    streams = 4 if "-no-kvu" in upstream else 1
+    with tempfile.TemporaryDirectory() as saved:
+        flags = (*ALL_ON_GPU, *upstream, "--slot-save-path", saved)
+        ctx = settings["ctx"] * streams
+        loaded = Settings.load(model=model, port=0, upstream=flags, **{**settings, "ctx": ctx})
+        with Server(loaded) as server, SlotClient(server.url, api_key=server.settings.probe_key) as client:
+            asker = Asker(client, streams)
+            for scenario in scenarios:
+                scenario(asker)
+            return asker.answers, client.phase() or {}
+
+
+def check_answers(answers: dict[str, Answer], upstream: tuple[str, ...]) -> list[str]:
+    """What makes a comparison one: all candidates are there, a checkpoint was restored, drafts were made."""
     failures = []
-    one = ("-np", "1")
-    for preset, name, settings, upstream, streams in (
-        ("tiny", "decode phase only", OFF, one, 1),
-        ("tiny", "phases", PHASE, one, 1),
-        ("tiny", "phases, MTP", PHASE, (*one, *MTP), 1),
-        ("tiny", "slots", {**PHASE, **SLOTS}, (*one, "--cpu-moe"), 1),
-        ("tiny", "slots, MTP", {**PHASE, **SLOTS}, (*one, "--cpu-moe", *MTP), 1),
-        ("tiny", "4 streams", OFF, ("-np", "4", "-no-kvu"), 4),
-        ("tiny", "4 slots, 1 stream", OFF, ("-np", "4", "-kvu"), 1),
-        ("tiny-moe", "dense, forced", PHASE, one, 1),
-    ):
-        overrides = SPARSE_KERNEL if preset == "tiny" else {}
-        model = make_model(preset, models / f"kv-{preset}.gguf", **overrides)
-        expected, _ = answers(model, "device", settings, upstream, streams)
-        got, phase = answers(model, "host-all" if preset == "tiny-moe" else "host", settings, upstream, streams)
-        different = first_difference(expected, got)
-        kv = phase["kv"]["contexts"]
-        result = f"DIFFERS {different}" if different else "equal"
-        print(f"{preset:9} {name:20} {result:30} host bytes {[c['host_bytes'] for c in kv]}", flush=True)
-        if different:
-            failures.append(f"{preset}, {name}: {different}")
-        if not any(c["host_bytes"] for c in kv):
-            failures.append(f"{preset}, {name}: no K/V in host memory: {kv}")
-        if "expert_slots" in settings and not all(m["slots"]["looked_up"] for m in phase["experts"]):
-            failures.append(f"{preset}, {name}: slots were not used: {phase['experts']}")
+    drafts = "draft-mtp" in upstream
+    for step, (tokens, (cached, drafted, _)) in answers.items():
+        if not tokens or any(len(pairs) != 1 + N_PROBS for pairs in (tokens[:1] if drafts else tokens)):
+            failures.append(f"{step}: candidates are missing")
+        if bool(drafted) != drafts and len(tokens) > 1:
+            failures.append(f"{step}: {drafted} drafted")
+        if step == "fork behind a checkpoint" and not FULL_FORK < (cached or 0) < CHECKPOINT_FORK:
+            failures.append(f"{step}: {cached} from the cache")
     return failures
 
 
-def check_context_shift(models: Path) -> list[str]:
-    """The rows of a dense model, forced to the host, are rotated in place."""
-    model = make_model("tiny-moe", models / "kv-tiny-moe.gguf")
-    out = []
-    for place in ("device", "host-all"):
-        flags = (*ALL_ON_GPU, "-np", "1", "--context-shift")
-        loaded = Settings.load(model=model, port=0, upstream=flags, **{**OFF, "kv": place, "ctx": 1024})
-        with Server(loaded) as server, server.client() as client:
-            got = client.completion(prompt_tokens(800, 1, 4000), 400, n_probs=3, ignore_eos=True)
-            out.append(scored(got.probabilities))
-    wrong = f"of {len(out[0])} and {len(out[1])} tokens" if out[0] != out[1] or len(out[0]) != 400 else ""
-    print(f"{'tiny-moe':9} {'context shift':20} {f'DIFFERS {wrong}' if wrong else 'equal'}", flush=True)
-    return [f"context shift: {wrong}"] if wrong else []
+def check_case(
+    name: str,
+    model: Path,
+    settings: dict[str, Any],
+    upstream: tuple[str, ...],
+    scenarios: Sequence[Scenario],
+    hosts: Sequence[dict[str, Any]],
+) -> list[str]:
+    """Each setting of `hosts` against K/V on the device; what is wrong, and a line for each on the terminal."""
+    failures = []
+    begin = time.monotonic()
+    try:
+        expected, _ = run(model, {**settings, "kv": "device", "select": "stock"}, upstream, scenarios)
+        failures += check_answers(expected, upstream)
+        for host in hosts:
+            got, phase = run(model, {**settings, "select": "fast", **host}, upstream, scenarios)
+            different = first_difference(expected, got)
+            contexts = phase.get("kv", {}).get("contexts", [])
+            counts = [layer["rows"] for one in contexts for layer in one["layers"] if layer.get("rows")]
+            looked_up, missed = (sum(count[what] for count in counts) for what in ("looked_up", "missed"))
+            line = f"{name:20} {host['kv']:8} rows {host.get('kv_rows', 'auto'):5} "
+            print(f"{line} {f'DIFFERS {different}' if different else f'equal, {len(got)} answers':20} "
+                  f"looked up {looked_up}, missed {missed}, {time.monotonic() - begin:.1f} s", flush=True)  # fmt: skip
+            begin = time.monotonic()
+            failures += [different] if different else []
+            failures += check_answers(got, upstream)
+            if not contexts or not all(one["host_bytes"] for one in contexts):
+                failures.append(f"no K/V in host memory: {contexts}")
+            # batches too wide for the kernel that reads kept rows do not count
+            if host.get("kv_rows", "0") != "0" and upstream[-1] != "6" and not 0 < missed < looked_up:
+                failures.append(f"rows {host['kv_rows']}: looked up {looked_up}, missed {missed}")
+            if "expert_slots" in settings and not all(one["slots"]["looked_up"] for one in phase["experts"]):
+                failures.append(f"slots were not used: {phase['experts']}")
+    except LlamaPhaseError as error:
+        failures.append(str(error))
+    return [f"{name}: {failure}" for failure in failures]
 
 
-def conversation(
-    model: Path, environment: dict[str, Any], upstream: tuple[str, ...], streams: int, saved: Path
-) -> tuple[list[list], dict]:
-    """What a slot goes through, step by step: tokens with log-probabilities of each, and /phase at the end."""
-    flags = (*ALL_ON_GPU, *upstream, "--slot-save-path", str(saved))
-    loaded = Settings.load(model=model, port=0, upstream=flags, **{**OFF, "ctx": 10240 * streams, **environment})
-    out: list[list] = []
-    with Server(loaded) as server, SlotClient(server.settings.base_url, api_key=server.settings.probe_key) as client:
-
-        def ask(prompt: list[int], n: int = 24, slot: int = 0) -> list[int]:
-            got = client.completion(prompt, n, id_slot=slot, n_probs=3, ignore_eos=True)
-            out.append(scored(got.probabilities))
-            return prompt + got.tokens
-
-        first = ask(prompt_tokens(5000, 1, 4000), 150)
-        first = ask([*first, *prompt_tokens(30, 2, 4000)])
-        first = ask([*first, *prompt_tokens(300, 3, 4000)])
-        fork = ask([*first[:4500], *prompt_tokens(40, 4, 4000)])
-        client.save(0, "kv-rows.bin")
-        ask(prompt_tokens(9000, 5, 4000), 64)
-        client.restore(0, "kv-rows.bin")
-        fork = ask([*fork, *prompt_tokens(9, 6, 4000)])
-        for slot in range(1, streams):
-            ask(prompt_tokens(4400 + slot, 6 + slot, 4000), slot=slot)
-        ask([*fork, *prompt_tokens(1, 20, 4000)])
-        return out, client.phase() or {}
-
-
-def one_long_prompt(
-    model: Path, environment: dict[str, Any], upstream: tuple[str, ...], streams: int, saved: Path
-) -> tuple[list[list], dict]:
-    """An answer behind it, then the next turn: as conversation()."""
-    del streams, saved
-    settings = {**OFF, "ctx": LONG_PROMPT["ctx"], **environment}
-    loaded = Settings.load(model=model, port=0, upstream=(*ALL_ON_GPU, *upstream), **settings)
-    out: list[list] = []
-    with Server(loaded) as server, server.client() as client:
-        prompt = prompt_tokens(LONG_PROMPT["tokens"], 1, 4000)
-        for _ in range(2):
-            got = client.completion(prompt, 150, n_probs=3, ignore_eos=True)
-            out.append(scored(got.probabilities))
-            prompt = [*prompt, *got.tokens, *prompt_tokens(30, 2, 4000)]
-        return out, client.phase() or {}
-
-
-def at_once(
-    model: Path, environment: dict[str, Any], upstream: tuple[str, ...], streams: int, saved: Path
-) -> tuple[list[list], dict]:
-    """One request with a prompt for each stream, whose answers share their batches: as conversation()."""
-    del saved
-    settings = {**OFF, "ctx": 10240 * streams, **environment}
-    loaded = Settings.load(model=model, port=0, upstream=(*ALL_ON_GPU, *upstream), **settings)
-    with Server(loaded) as server, server.client() as client:
-        prompts = [prompt_tokens(4400 + 700 * stream, 31 + stream, 4000) for stream in range(streams)]
-        got = client.completion(prompts, 64, n_probs=3, ignore_eos=True).raw["value"]
-        steps = [answer["completion_probabilities"] for answer in sorted(got, key=lambda answer: answer["index"])]
-        return [scored(answer) for answer in steps], client.phase() or {}
+def check_equal(models: Path) -> list[str]:
+    tiny = make_model("tiny", models / "kv-tiny.gguf", **SPARSE_KERNEL)
+    dense = make_model("tiny-moe", models / "kv-tiny-moe.gguf")
+    host, forced = [{"kv": "host"}], [{"kv": "host-all"}]
+    failures = []
+    for name, model, settings, upstream, places in (
+        ("decode phase only", tiny, OFF, ONE_SLOT, host),
+        ("phases", tiny, PHASE, ONE_SLOT, host),
+        ("phases, MTP", tiny, PHASE, (*ONE_SLOT, *MTP), host),
+        ("slots", tiny, {**PHASE, **SLOTS}, (*ONE_SLOT, "--cpu-moe"), host),
+        ("slots, MTP", tiny, {**PHASE, **SLOTS}, (*ONE_SLOT, "--cpu-moe", *MTP), host),
+        ("4 streams", tiny, OFF, FOUR_STREAMS, host),
+        ("4 slots, 1 stream", tiny, OFF, ("-np", "4", "-kvu"), host),
+        ("dense", dense, PHASE, ONE_SLOT, forced),
+    ):
+        failures += check_case(name, model, {**settings, "ctx": CTX}, upstream, [prompts_twice], places)
+    shift = (*FOUR_STREAMS, "--context-shift")
+    failures += check_case("dense, shifted", dense, {**OFF, "ctx": CTX_SHIFTED}, shift, [shifted], forced)
+    return failures
 
 
 def check_rows(models: Path) -> list[str]:
     """Rows: as many as positions (each has its own), fewer (the oldest go), too few for a verify batch."""
-    failures = []
     model = make_model("tiny", models / "kv-tiny-2048.gguf", **SPARSE_KERNEL, **INDEXER_KERNEL)
-    with tempfile.TemporaryDirectory() as saved:
-        for name, upstream, streams, sizes, asked in (
-            ("one slot", ("-np", "1"), 1, ("auto", "4200"), conversation),
-            ("MTP", ("-np", "1", *MTP_ONE), 1, ("4200", "4000"), conversation),
-            ("MTP 6", ("-np", "1", *MTP_SIX), 1, ("auto",), conversation),
-            ("4 streams", ("-np", "4", "-no-kvu"), 4, ("auto",), conversation),
-            ("4 at once", ("-np", "4", "-no-kvu"), 4, ("auto",), at_once),
-            ("40000", ("-np", "1"), 1, ("auto", "0"), one_long_prompt),
-        ):
-            expected, _ = asked(model, {"kv": "device"}, upstream, streams, Path(saved))
-            for rows in sizes:
-                environment = {"kv": "host", "select": "fast", "kv_rows": rows}
-                got, phase = asked(model, environment, upstream, streams, Path(saved))
-                wrong = [step for step, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b]
-                counts = [layer["rows"] for c in phase["kv"]["contexts"] for layer in c["layers"] if layer.get("rows")]
-                looked_up, missed = (sum(count[what] for count in counts) for what in ("looked_up", "missed"))
-                print(f"{name:10} rows {rows:5} {f'DIFFERS in steps {wrong}' if wrong else 'equal':24} "
-                      f"looked up {looked_up}, missed {missed}", flush=True)  # fmt: skip
-                if wrong:
-                    failures.append(f"{name}, rows {rows}: steps {wrong} differ")
-                # batches too wide for the kernel that reads kept rows do not count
-                if not 0 < missed < looked_up and rows != "0" and name != "MTP 6":
-                    failures.append(f"{name}, rows {rows}: looked up {looked_up}, missed {missed}")
-    return failures
-
-
-def bench(program: Path, model: Path, *args: str, limit_s: float) -> list[dict[str, Any]]:
-    """Rows of llama-bench, stock; none when it took too long. Raises RuntimeError with the end of its log."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
-    command = [str(program), "-m", str(model), *BENCH, *args]
-    try:
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired:
-        return []
-    if ended.returncode:
-        raise RuntimeError(f"llama-bench {' '.join(args)}: exit code {ended.returncode}: {ended.stderr[-600:]}")
-    return json.loads(ended.stdout)
-
-
-def decode_speeds(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
-    return {f"decode at {row['n_depth']}": round(row["avg_ts"], 1) for row in rows}
-
-
-def in_conversations(model: Path, variant: str, depths: list[int]) -> tuple[dict[str, float], list[list[int]]]:
-    """tok/s as the server reports them, by depth: of the prompt, and of the answers of the turns behind it, the median;
-    and the answers' tokens."""
-    settings = {name.lower(): value for name, value in VARIANTS[variant].items()}
-    shape: dict[str, Any] = {"prefill_mode": "off", "ubatch": UBATCH, "batch": UBATCH}
-    if settings:  # a context of ours has a larger micro-batch to switch to
-        shape |= {"prefill_mode": "bypass", "prefill_ubatch": 2 * UBATCH, "batch": 2 * UBATCH}
-    shape["ctx"] = max(depths) + 2048
-    loaded = Settings.load(model=model, port=0, upstream=(*ALL_ON_GPU, "-np", "1"), **shape, **settings)
-    speeds: dict[str, float] = {}
-    answers = []
-    with Server(loaded) as server, server.client() as client:
-        client.completion(prompt_tokens(64, 1, 4000), 16, ignore_eos=True)
-        for depth in depths:
-            prompt = prompt_tokens(depth, depth, 4000)
-            decode = []
-            for turn in range(TURNS):
-                got = client.completion(prompt, TURN_TOKENS, ignore_eos=True)
-                decode.append(got.timings["predicted_per_second"])
-                if turn == 0:
-                    speeds[f"prompt of {depth}"] = round(got.timings["prompt_per_second"], 1)
-                answers.append(got.tokens)
-                prompt = [*prompt, *got.tokens, *prompt_tokens(10, turn, 4000)]
-            speeds[f"decode at {depth}"] = round(statistics.median(decode), 1)
-    return speeds, answers
-
-
-def measure(
-    program: Path, model: Path, parts: list[str], depths: list[int], named: list[str], rounds: int
-) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Speeds by variant, medians of rounds, and failures: with the same choice of rows all answers are the same."""
-    variants = ["device, stock", "device, fast", "host, fast"] if "speed" in parts else []
-    variants += ["host, none kept", "host, stock"] if "more" in parts else []
-    variants += ["host, all kept"] if "all" in parts else []
-    measured: dict[str, list[dict[str, float]]] = {}
+    one, four = (conversation, long_prompt), (conversation, at_once, long_at_once)
     failures = []
-    expected: dict[str, tuple[str, list[list[int]]]] = {}
-    for variant in (named or variants) * rounds:
-        begin = time.monotonic()
-        speeds, answers = in_conversations(model, variant, depths)
-        measured.setdefault(variant, []).append(speeds)
-        print(f"{variant:16} {time.monotonic() - begin:5.1f} s {speeds}", flush=True)
-        first, wanted = expected.setdefault(VARIANTS[variant].get("SELECT", "stock"), (variant, answers))
-        wrong = [number for number, (a, b) in enumerate(zip(wanted, answers, strict=True)) if a != b]
-        failures += [f"{variant}: answers {wrong} of {len(answers)} are not those of {first}"] if wrong else []
-    results = {
-        variant: {what: round(statistics.median(one[what] for one in speeds), 1) for what in speeds[0]}
-        for variant, speeds in measured.items()
-    }
-    if "stock" in parts:
-        for depth in ("8192", "32768"):
-            args = ("-nkvo", "1", "-p", "0", "-n", "16", "-r", "1", "-d", depth)
-            found = decode_speeds(bench(program, model, *args, limit_s=STOCK_LIMIT_S))
-            results.setdefault("-nkvo", {}).update(found)
-            print(f"{'-nkvo':16} {found or 'given up'}", flush=True)
-    return results, failures
-
-
-def vram_per_token(model: Path, place: str, ubatch: int) -> dict[str, float]:
-    """Device memory of a server in its decode phase, behind a long prompt, at 16k and 128k of context."""
-    used = []
-    sizes = (16384, 131072)
-    for ctx in sizes:
-        settings = {"prefill_mode": "transaction", "ubatch": ubatch, "ctx": ctx, "kv": place}
-        loaded = Settings.load(model=model, port=0, upstream=(*ALL_ON_GPU, "-np", "1"), **settings)
-        with Server(loaded) as server, server.client() as client:
-            client.completion(prompt_tokens(3000, 1, 4000), 16, ignore_eos=True)
-            used.append(device_memory_mib(server.pid) or 0.0)
-    return {"MiB at 16k": used[0], "MiB at 128k": used[1],
-            "KiB a token": round((used[1] - used[0]) * 1024 / (sizes[1] - sizes[0]), 2)}  # fmt: skip
-
-
-def show(results: dict[str, dict[str, float]]) -> None:
-    columns = sorted({name for row in results.values() for name in row}, key=lambda c: (c[0], int(c.split()[-1])))
-    print(f"| {'tok/s':14} | " + " | ".join(columns) + " |")
-    print("|---" * (len(columns) + 1) + "|")
-    for variant, row in results.items():
-        print(f"| {variant:14} | " + " | ".join(f"{row.get(c, float('nan')):>{len(c)}}" for c in columns) + " |")
-    first, reference = next(iter(results.items()))
-    for variant, row in results.items():
-        ratios = [row[c] / reference[c] if c in row and c in reference else float("nan") for c in columns]
-        if row is not reference:
-            shown = " | ".join(f"{r:>{len(c)}.3f}" for r, c in zip(ratios, columns, strict=True))
-            print(f"| {variant:14} | {shown} | x {first}")
+    for name, upstream, scenarios, sizes in (
+        ("one slot", ONE_SLOT, one, ("auto", str(LONG_CTX), "4200", "0")),
+        ("MTP", (*ONE_SLOT, *MTP_ONE), one, ("auto", "4200", "4000")),
+        ("MTP 6", (*ONE_SLOT, *MTP_SIX), (conversation,), ("auto",)),
+        ("4 streams", FOUR_STREAMS, four, ("auto",)),
+        ("4 streams, MTP", (*FOUR_STREAMS, *MTP_ONE), four, ("auto",)),
+    ):
+        ctx = CTX if scenarios == (conversation,) else LONG_CTX
+        places = [{"kv": "host", "kv_rows": rows} for rows in sizes]
+        failures += check_case(name, model, {**OFF, "ctx": ctx}, upstream, scenarios, places)
+    return failures
 
 
 def main() -> int:
@@ -348,42 +290,25 @@ def main() -> int:
     parser.add_argument("--big", type=Path, default=Path("/dev/shm/llama-phase/fns.gguf"))
     parser.add_argument("--parts", default="equal,speed,stock")
     parser.add_argument("--depths", default="2048,8192,32768,131072")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument(
-        "--variants", default="", help=f"instead of the parts' own, between semicolons: {'; '.join(VARIANTS)}"
-    )
-    parser.add_argument("--program", type=Path, default=Path("build/cuda/bin/llama-bench"))
+    parser.add_argument("--rounds", default="2")
+    parser.add_argument("--variants", default="", help="rows instead of the parts' own, between semicolons")
     parser.add_argument("--json", type=Path, default=Path(os.environ.get("OUT", ".")) / "gpu_kv.json")
     options = parser.parse_args()
     parts = options.parts.split(",")
-    named = [name.strip() for name in options.variants.split(";") if name.strip()]
-    if unknown := set(named) - set(VARIANTS):
-        parser.error(f"no such variants: {', '.join(sorted(unknown))}")
+    if unknown := set(parts) - {"equal", "rows", *ROWS_OF_PARTS}:
+        parser.error(f"no such parts: {', '.join(sorted(unknown))}")
     options.models.mkdir(parents=True, exist_ok=True)
 
-    failures = check_equal(options.models) + check_context_shift(options.models) if "equal" in parts else []
+    failures = check_equal(options.models) if "equal" in parts else []
     failures += check_rows(options.models) if "rows" in parts else []
-    record: dict[str, Any] = {}
-    if set(parts) - {"equal", "rows"}:
-        if not options.big.exists():
-            make_model("flash-next-small", options.big)
-        try:
-            depths = [int(depth) for depth in options.depths.split(",")]
-            record["speed"], different = measure(options.program, options.big, parts, depths, named, options.rounds)
-            failures += different
-            if "vram" in parts:
-                record["vram"] = {
-                    f"{place}, -ub {ubatch}": vram_per_token(options.big, place, ubatch)
-                    for place in PLACES
-                    for ubatch in VRAM_UBATCHES
-                }
-                print(record["vram"], flush=True)
-        except RuntimeError as error:
-            failures.append(str(error))
-        if record.get("speed"):
-            show(record["speed"])
-    record["failures"] = failures
-    options.json.write_text(json.dumps(record, indent=1))
+    rows = [f"={name.strip()}" for name in options.variants.split(";") if name.strip()]
+    rows = rows or [row for part in parts for row in ROWS_OF_PARTS.get(part, ())]
+    if rows:
+        model = options.big if options.big.exists() else make_model("flash-next-small", options.big)
+        arguments = [str(model), "--suite", "kv", "--depths", options.depths, "--rounds", options.rounds]
+        only = [word for row in rows for word in ("--only", row)]
+        if bench.main([*arguments, *only, "--json", str(options.json)]):
+            failures.append("the suite, as said above")
     for failure in failures:
         print(f"FAILED: {failure}")
     return 1 if failures else 0
