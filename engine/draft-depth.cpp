@@ -6,28 +6,26 @@
 
 namespace {
 
-constexpr size_t   COST_ROUNDS    = 24;   // of a size that are kept
+constexpr size_t   COST_ROUNDS    = 40;   // of a size that are kept
 constexpr size_t   COST_DROPPED   = 6;    // one of so many, the longest, is left out
-constexpr uint64_t COST_AGE       = 128;  // rounds, after which they end when newer ones come
-constexpr size_t   COST_ENOUGH    = 3;    // rounds of a size that is measured
+constexpr uint64_t COST_AGE       = 128;  // rounds, after which they end when newer ones come, and else count half
 constexpr double   LINE_ROUNDS    = 1;    // that the line through all sizes is worth
-constexpr double   COST_MOVED     = 0.25; // of what it was first
+constexpr double   DOUBT          = 0.3;  // of its time, for one round; of n rounds it is that by their square root
+constexpr double   DOUBT_LINE     = 8;    // rounds that the line is worth there
 constexpr double   FADED_TRIALS   = 32;
 constexpr double   PRIOR_WEIGHT   = 16;   // trials that a prior is worth
 constexpr double   FIRST_RATE     = 0.7;  // of the first position, before anything is known
 constexpr double   FIRST_WEIGHT   = 2;
 constexpr uint32_t SETTLE_ROUNDS  = 1;    // after a change: a graph is planned
-constexpr uint32_t EXPLORE_RUN    = SETTLE_ROUNDS + 1; // rounds of one depth while depths are tried in turn
-constexpr uint32_t EXPLORE_ROUNDS = EXPLORE_RUN*4;     // of each; the first run captures
+constexpr uint32_t EXPLORE_RUN    = SETTLE_ROUNDS + 4; // rounds of one depth while depths are tried in turn
+constexpr uint32_t EXPLORE_ROUNDS = EXPLORE_RUN*2;     // of each; the first run captures, the second is warmer
 constexpr double   EXPLORE_TOKENS = 1.2;  // of a round: depths that yield less are not tried in turn, whatever they take
 constexpr uint32_t DECIDE_EVERY   = 8;    // rounds
 constexpr double   GAIN           = 1.03; // what a change has to win
-constexpr uint32_t PROBE_ROUNDS   = SETTLE_ROUNDS + 5;
-constexpr uint32_t PROBE_FIRST    = 32;   // rounds; doubled by each probe that changed nothing
+constexpr uint32_t PROBE_ROUNDS   = SETTLE_ROUNDS + 4;
+constexpr uint32_t PROBE_FIRST    = 64;   // rounds; doubled by each probe that changed nothing
 constexpr uint32_t PROBE_SELDOM   = 512;
 constexpr uint32_t PROBE_NEXT     = 256;  // at most, for a new sequence's first
-constexpr uint32_t EXPLORE_AGAIN  = 48;   // rounds after which times that moved have all measured anew; then when there were twice as many,
-constexpr uint32_t EXPLORE_SELDOM = 1024; // or these more
 constexpr int32_t  EXPLORED[]     = { 3, 0, 1 }; // depths, tried in turn; deeper ones lie on the line through these until they are chosen
 
 } // namespace
@@ -38,6 +36,7 @@ constexpr int32_t  EXPLORED[]     = { 3, 0, 1 }; // depths, tried in turn; deepe
 
 void draft_cost::add(int32_t size, double ms, uint64_t round) {
     auto & e = sizes[size];
+    now = round;
     e.last.emplace_back(round, ms);
     while (e.last.size() > COST_ROUNDS || e.last.front().first + COST_AGE < round) {
         e.last.pop_front();
@@ -50,45 +49,43 @@ void draft_cost::add(int32_t size, double ms, uint64_t round) {
     std::sort(sorted.begin(), sorted.end());
     const size_t n = e.n - (e.n + COST_DROPPED - 1)/COST_DROPPED;
     e.mean = n ? std::accumulate(sorted.begin(), sorted.begin() + n, 0.0)/n : sorted[0];
-    if (e.first == 0.0 && e.n >= COST_ENOUGH) {
-        e.first = e.mean;
-    }
     fit();
+}
+
+double draft_cost::weight(const entry & e) const {
+    const double age = (double) (now - e.last.back().first)/COST_AGE;
+    return e.n*std::exp2(-std::min(age, 20.0)); // never nothing: the line needs a second size
 }
 
 // Weighted least squares; then from the largest size down.
 void draft_cost::fit() {
     double n = 0.0, x = 0.0, y = 0.0, xx = 0.0, xy = 0.0;
     for (const auto & [size, e] : sizes) {
-        n += e.n;
-        x += e.n*(double) size;
-        y += e.n*e.mean;
+        const double w = weight(e);
+        n += w;
+        x += w*size;
+        y += w*e.mean;
     }
     origin    = proportional ? 0.0 : x/n;
     origin_ms = proportional ? 0.0 : y/n;
     for (const auto & [size, e] : sizes) {
-        xx += e.n*(size - origin)*(size - origin);
-        xy += e.n*(size - origin)*(e.mean - origin_ms);
+        const double w = weight(e);
+        xx += w*(size - origin)*(size - origin);
+        xy += w*(size - origin)*(e.mean - origin_ms);
     }
     slope_ms = xx > 0.0 ? std::max(xy/xx, 0.0) : 0.0;
 
     double least = INFINITY;
     for (auto it = sizes.rbegin(); it != sizes.rend(); ++it) {
         auto & e = it->second;
-        least = e.ms = std::min(least, (e.n*e.mean + LINE_ROUNDS*line(it->first))/(e.n + LINE_ROUNDS));
+        const double w = weight(e);
+        least = e.ms = std::min(least, (w*e.mean + LINE_ROUNDS*line(it->first))/(w + LINE_ROUNDS));
     }
 }
 
-bool draft_cost::moved(int32_t size) const {
-    const auto & e = sizes.at(size);
-    return e.first > 0.0 && std::abs(e.mean - e.first) > COST_MOVED*e.first;
-}
-
-void draft_cost::forget_all_but(int32_t size) {
-    const entry kept = sizes[size];
-    sizes = { { size, kept } };
-    sizes[size].first = kept.mean;
-    fit();
+double draft_cost::doubt(int32_t size) const {
+    const auto it = sizes.find(size);
+    return DOUBT/std::sqrt(DOUBT_LINE + (it == sizes.end() ? 0.0 : weight(it->second)));
 }
 
 double draft_cost::at(int32_t size) const {
@@ -151,7 +148,7 @@ double draft_acceptance::expected(int32_t depth, const draft_acceptance * prior)
 // events
 //
 
-draft_depth::draft_depth(int32_t max_batch) : max_batch(max_batch), explore_after(EXPLORE_AGAIN) {
+draft_depth::draft_depth(int32_t max_batch) : max_batch(max_batch) {
     counters.active    = true;
     counters.max_batch = max_batch;
 }
@@ -168,7 +165,6 @@ void draft_depth::begin(int32_t seq) {
     s.home          = last.home;
     s.n_since_probe = last.n_since_probe;
     s.probe_every   = std::min(last.probe_every, PROBE_NEXT); // its text may be another one
-    s.probe_deeper  = last.probe_deeper;
     sequences[seq]  = s;
     current.disturbed = true;
 }
@@ -241,21 +237,13 @@ void draft_depth::close_round(double now_ms) {
         draft.add(longest > 0 ? longest : deepest, current.draft_ms, n_rounds);
     }
     verify.add(size, now_ms - current.begin_ms - (deepest > 0 ? current.draft_ms : 0.0), n_rounds);
-    if (n_rounds > explore_after && sequences.size() == 1 && size == sequences.begin()->second.home + 1 && verify.moved(size)) {
-        explore_after = n_rounds + std::min<uint64_t>(n_rounds, EXPLORE_SELDOM);
-        visits.clear();
-        verify.forget_all_but(size);
-        if (longest > 0) {
-            draft.forget_all_but(longest);
-        }
-    }
 }
 
 //
 // decisions
 //
 
-double draft_depth::score(int32_t seq, const sequence & s, int32_t depth) const {
+double draft_depth::score(int32_t seq, const sequence & s, int32_t depth, bool hopeful) const {
     double  tokens  = s.acceptance.expected(depth, &acceptance);
     int32_t size    = depth + 1;
     int32_t deepest = depth;
@@ -266,7 +254,8 @@ double draft_depth::score(int32_t seq, const sequence & s, int32_t depth) const 
             deepest = std::max(deepest, o.depth);
         }
     }
-    return tokens/std::max(verify.at(size) + (deepest > 0 ? draft.at(deepest) : 0.0), 1e-6);
+    const double ms = verify.at(size) + (deepest > 0 ? draft.at(deepest) : 0.0);
+    return tokens/std::max(hopeful ? ms*(1.0 - verify.doubt(size)) : ms, 1e-6);
 }
 
 int32_t draft_depth::best(int32_t seq, const sequence & s, int32_t cap) const {
@@ -274,6 +263,20 @@ int32_t draft_depth::best(int32_t seq, const sequence & s, int32_t cap) const {
     double  most  = (s.home < 0 ? 1.0 : GAIN)*score(seq, s, found);
     for (int32_t depth = 0; depth <= cap; ++depth) {
         const double one = (depth == 0 ? GAIN : 1.0)*score(seq, s, depth); // drafts have to win something, too
+        if (one > most) {
+            most  = one;
+            found = depth;
+        }
+    }
+    return found;
+}
+
+// The best of the others, if each took as little as may be.
+int32_t draft_depth::promising(int32_t seq, const sequence & s, int32_t cap) const {
+    int32_t found = -1;
+    double  most  = 0.0;
+    for (int32_t depth = 0; depth <= cap; ++depth) {
+        const double one = depth == s.home ? 0.0 : score(seq, s, depth, true);
         if (one > most) {
             most  = one;
             found = depth;
@@ -345,12 +348,10 @@ int32_t draft_depth::decide(int32_t seq, sequence & s, int32_t cap, bool may_exp
         s.home = depth;
         set_depth(s, depth);
     } else if (s.n_since_probe >= s.probe_every && cap > 0) {
-        const int32_t depth = s.home + (s.home == 0 || (s.probe_deeper && s.home < cap) ? 1 : -1);
-        s.probe_deeper  = depth < s.home;
         s.probe_left    = PROBE_ROUNDS;
         s.n_since_probe = 0;
         counters.n_probes++;
-        set_depth(s, depth);
+        set_depth(s, promising(seq, s, cap));
     }
     return s.depth;
 }

@@ -8,13 +8,13 @@
 //   1 + a1 + a1*a2 + ... + a1*...*ak   tokens, a_i: acceptance of position i when all before it were accepted
 //
 // and takes draft(k) + verify(tokens in the batch) milliseconds. The depth with the most tokens per millisecond wins, the other
-// sequences' depths given. A change needs a gain (hysteresis), and now and then a neighbouring depth is tried for a few rounds, so
-// that times and acceptances that changed are noticed, at depth 0 too.
+// sequences' depths given. A change needs a gain (hysteresis), and now and then another depth is tried for a few rounds, so
+// that times and acceptances that changed are noticed, at depth 0 too: the one that would be best if each took as little as may be.
 //
 // Single rounds are disturbed (a thread that is late, a graph that is captured), which only adds, so of a size's last rounds the longest are
 // left out. The others differ, too, by what is missed of the experts: their mean is what counts. Sizes are held against each other:
 // draft_cost. Times drift, too (expert slots that fill, a context that grows), by more than depths differ: the first ones are tried in
-// turn, and again when the time of the size in use has moved far.
+// turn, and what was measured long ago counts less than the line through what is new.
 //
 // Events of a sequence: prompt, begin (its prompt is done), end. Events of a round: choose() for each sequence, drafted(),
 // verified() for each draft; the next round's first choose() ends it. Rounds that shared their batch with a prompt, or in which
@@ -30,16 +30,15 @@
 
 inline constexpr int32_t DRAFT_DEPTH_MAX = 63; // deeper drafts are not considered
 
-// Milliseconds by size: the mean of its last rounds without the longest, that of few rounds mixed with a line through all sizes, and never
-// more than that of a larger size. Sizes that were not measured lie on the line, between those that were.
+// Milliseconds by size: the mean of its last rounds without the longest, that of few or old rounds mixed with a line through all sizes, and
+// never more than that of a larger size. Sizes that were not measured lie on the line, between those that were.
 class draft_cost {
   public:
     struct entry {
         double   ms = 0.0;
         uint32_t n  = 0; // rounds it is from
 
-        double                                  mean  = 0.0;
-        double                                  first = 0.0; // mean, 0: not known yet
+        double                                  mean = 0.0;
         std::deque<std::pair<uint64_t, double>> last; // round, ms
     };
 
@@ -47,18 +46,19 @@ class draft_cost {
     explicit draft_cost(bool proportional = false) : proportional(proportional) {}
 
     void   add(int32_t size, double ms, uint64_t round); // rounds only grow; a size's old ones end
-    bool   moved(int32_t size) const;         // far from what it was first, so the other sizes are likely to be wrong
-    void   forget_all_but(int32_t size);
-    double at(int32_t size) const;            // 0 when nothing was measured
+    double at(int32_t size) const;    // 0 when nothing was measured
+    double doubt(int32_t size) const; // how much less it may be, as a part: more where few rounds are known, or old ones
 
     const std::map<int32_t, entry> & entries() const { return sizes; }
 
   private:
     void   fit();
+    double weight(const entry & e) const; // rounds that it is worth
     double line(int32_t size) const { return origin_ms + slope_ms*(size - origin); }
 
     const bool               proportional;
     std::map<int32_t, entry> sizes;
+    uint64_t                 now       = 0; // the last round
     double                   origin    = 0.0;
     double                   origin_ms = 0.0;
     double                   slope_ms  = 0.0;
@@ -133,7 +133,6 @@ class draft_depth {
         uint32_t         n_since_probe  = 0;
         uint32_t         probe_every    = 0; // 0: not set yet
         uint32_t         probe_left     = 0;
-        bool             probe_deeper   = true;
         draft_acceptance acceptance { 128 };
     };
 
@@ -150,7 +149,8 @@ class draft_depth {
     int32_t decide(int32_t seq, sequence & s, int32_t cap, bool may_explore);
     int32_t unexplored(int32_t cap) const;
     int32_t best(int32_t seq, const sequence & s, int32_t cap) const;
-    double  score(int32_t seq, const sequence & s, int32_t depth) const;
+    int32_t promising(int32_t seq, const sequence & s, int32_t cap) const;
+    double  score(int32_t seq, const sequence & s, int32_t depth, bool hopeful = false) const;
     void    set_depth(sequence & s, int32_t depth);
 
     const int32_t max_batch;
@@ -165,6 +165,5 @@ class draft_depth {
     draft_cost       draft { true };
     draft_acceptance acceptance { 512 }; // of all sequences
     uint64_t         n_rounds = 0; // measured
-    uint64_t         explore_after;
     draft_stats      counters;
 };

@@ -155,6 +155,79 @@ struct disturbed_engine {
     }
 };
 
+// A server's first answers, short ones: a batch's shape costs more in its first three uses (its graph is built, then captured) and twice after
+// each 256 tokens, a draft's first step has a shape for each count of tokens that were accepted, slots are cold, experts are missed.
+struct fresh_engine {
+    static constexpr int MAX_DEPTH = 7;
+
+    double       rate = 0.0; // acceptance
+    std::mt19937 random;
+    double       clock_ms = 0.0;
+    int          n_rounds = 0;
+    int          verify_uses[MAX_DEPTH + 1] = {};
+    int          draft_uses[MAX_DEPTH + 2]  = {}; // 0: the steps after the first
+
+    double uniform(double from, double to) { return std::uniform_real_distribution<double>(from, to)(random); }
+
+    double new_ms(int & uses, double from, double to) { return uses++ < 3 ? uniform(from, to) : 0.0; }
+
+    void answer(draft_depth * policy, int fixed, bool first, int n_tokens) {
+        static const double verify_ms[] = { 4.6, 5.8, 6.7, 8.1, 9.4, 9.9, 11.2, 12.4 };
+        static const double draft_ms[]  = { 0.0, 0.8, 1.5, 2.3, 2.9, 3.3, 3.9, 4.5 };
+        static const double miss_ms     = 0.6; // a token
+        if (policy) {
+            policy->prompt(0);
+            policy->begin(0);
+        }
+        int filled = -1, kept = 0;
+        for (int n = 0; n < n_tokens; ++n_rounds) {
+            if ((n + 200)/256 != filled) {
+                filled = (n + 200)/256;
+                for (int & uses : verify_uses) { uses = std::min(uses, 1); }
+                for (int & uses : draft_uses)  { uses = std::min(uses, 1); }
+            }
+            const int    depth    = policy ? policy->choose(0, n_tokens - n, MAX_DEPTH, clock_ms) : fixed;
+            const double slow     = 1.0 + (first ? 0.5 : 0.15)*std::exp(-n/60.0) + (n_rounds < 20 ? 0.3 : 0.0);
+            const double late_ms  = uniform(0.0, 1.0) < 1.0/30 ? uniform(3.0, 15.0) : 0.0;
+            const bool   in_draft = depth > 0 && uniform(0.0, 1.0) < 0.25;
+            clock_ms += draft_ms[depth]*slow*uniform(0.96, 1.04) + (in_draft ? late_ms : 0.0);
+            clock_ms += depth > 0 ? new_ms(draft_uses[kept + 1], 1.0, 4.0) : 0.0;
+            clock_ms += depth > 1 ? new_ms(draft_uses[0], 1.0, 4.0) : 0.0;
+            if (policy) {
+                policy->drafted(clock_ms);
+            }
+            clock_ms += (verify_ms[depth] - miss_ms*(depth + 1))*slow*uniform(0.96, 1.04) + (in_draft ? 0.0 : late_ms);
+            clock_ms += new_ms(verify_uses[depth], 3.0, 9.0);
+            for (int i = 0; i <= depth; ++i) {
+                clock_ms += uniform(0.0, 1.0) < 0.3 ? miss_ms/0.3*uniform(0.0, 2.0) : 0.0;
+            }
+            int hits = 0;
+            while (hits < depth && uniform(0.0, 1.0) < rate) {
+                ++hits;
+            }
+            if (policy && depth > 0) {
+                policy->verified(0, depth, hits);
+            }
+            kept = depth > 0 ? hits : std::min(MAX_DEPTH, kept + 1); // at depth 0 they wait
+            n   += 1 + hits;
+        }
+        if (policy) {
+            policy->end(0);
+        }
+    }
+
+    // milliseconds of answers 2, 3, 5 and 6: two kinds of text, the first of each is not counted
+    double answers(draft_depth * policy, int fixed, int n_tokens) {
+        double ms = 0.0;
+        for (int i = 0; i < 6; ++i) {
+            const double from_ms = clock_ms;
+            answer(policy, fixed, i == 0, n_tokens);
+            ms += i % 3 ? clock_ms - from_ms : 0.0;
+        }
+        return ms;
+    }
+};
+
 int most_frequent(const std::vector<int> & values, size_t from) {
     std::map<int, int> counts;
     for (size_t i = from; i < values.size(); ++i) {
@@ -272,6 +345,35 @@ TEST(what_a_depth_costs_is_a_mean) {
             if (!CHECK(later >= 0.92*best)) { // by lower quartiles 0.88
                 std::printf("  acceptance %.1f, run %d: %.3f of the best\n", rate, seed, later/best);
             }
+        }
+    }
+}
+
+// Shares of the best fixed depth, means of the runs. What is measured in a server's first rounds must not decide for long.
+TEST(fresh_servers_reach_the_best_depth) {
+    const int n_runs = 40;
+    const std::pair<double, double> least[] = { { 0.0, 0.965 }, { 0.3, 0.955 }, { 0.5, 0.935 }, { 0.7, 0.93 }, { 0.9, 0.92 } };
+    for (const auto & [rate, wanted] : least) {
+        const auto run = [&, rate = rate](bool chosen, int fixed, int seed) {
+            fresh_engine simulated;
+            simulated.rate = rate;
+            simulated.random.seed(seed);
+            draft_depth policy(8);
+            return simulated.answers(chosen ? &policy : nullptr, fixed, 200);
+        };
+        double chosen_ms = 0.0, best_ms = INFINITY;
+        for (int seed = 1; seed <= n_runs; ++seed) {
+            chosen_ms += run(true, 0, seed);
+        }
+        for (int fixed = 0; fixed <= fresh_engine::MAX_DEPTH; ++fixed) {
+            double ms = 0.0;
+            for (int seed = 1; seed <= n_runs; ++seed) {
+                ms += run(false, fixed, 1000 + seed);
+            }
+            best_ms = std::min(best_ms, ms);
+        }
+        if (!CHECK(best_ms/chosen_ms >= wanted)) {
+            std::printf("  acceptance %.1f: %.3f of the best\n", rate, best_ms/chosen_ms);
         }
     }
 }
@@ -446,9 +548,9 @@ TEST(costs_between_and_beyond) {
     CHECK_EQ(cost.at(1), 10.0);
     CHECK_EQ(cost.at(8), 10.0);
     cost.add(4, 14.0, 2);
-    CHECK_EQ(cost.at(3), 12.0);
-    CHECK_EQ(cost.at(6), 18.0);
-    CHECK_EQ(cost.at(1), 8.0);
+    CHECK(std::fabs(cost.at(3) - 12.0) < 1e-9);
+    CHECK(std::fabs(cost.at(6) - 18.0) < 1e-9);
+    CHECK(std::fabs(cost.at(1) - 8.0) < 1e-9);
 
     draft_cost proportional(true);
     proportional.add(3, 6.0, 1);
@@ -495,22 +597,23 @@ TEST(rounds_that_do_something_else_are_not_measured) {
     CHECK(!policy.stats().verify_ms.empty());
 }
 
-TEST(a_size_that_moved_takes_the_others_away) {
+// What is seen again and again moves the line, and through it what was measured long ago; how far that may be off grows with age.
+TEST(old_times_lean_on_new_ones) {
     draft_cost cost;
     uint64_t round = 0;
     for (int i = 0; i < 12; ++i) {
         cost.add(1, 10.0, ++round);
         cost.add(4, 14.0, ++round);
     }
-    CHECK(!cost.moved(1));
-    for (int i = 0; i < 24; ++i) {
+    CHECK(std::fabs(cost.at(4) - 14.0) < 0.1);
+    const double before = cost.doubt(4);
+    CHECK(cost.doubt(3) > before);
+    for (int i = 0; i < 1500; ++i) {
         cost.add(1, 5.0, ++round);
     }
-    CHECK(cost.moved(1));
-    cost.forget_all_but(1);
-    CHECK(!cost.moved(1));
-    CHECK_EQ(cost.entries().size(), 1u);
-    CHECK_EQ(cost.at(4), 5.0);
+    CHECK(cost.doubt(4) > 1.5*before);
+    CHECK(cost.doubt(1) < before);
+    CHECK(std::fabs(cost.at(1) - 5.0) < 0.1);
 }
 
 TEST_MAIN("test-draft-depth")
