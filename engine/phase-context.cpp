@@ -201,7 +201,8 @@ bool phase_context::prompts_only_write() const {
         std::find(layers.begin(), layers.end(), true) == layers.end();
 }
 
-void phase_context::after_build(llm_graph_result & built, uint32_t n_outputs) const {
+void phase_context::after_build(llm_graph_result & built, uint32_t n_outputs) {
+    small_graphs.give_places();
     if (plans_writes || (n_outputs == 0 && prompts_only_write())) {
         phase_keep_writes(built.get_ctx(), built.get_gf());
     }

@@ -57,7 +57,7 @@ struct phase_context {
     void before_graph(uint32_t n_tokens, uint32_t n_seqs, uint32_t n_outputs);
 
     // Called when a graph was built anew, to run or to plan with, before it is allocated.
-    void after_build(llm_graph_result & built, uint32_t n_outputs) const;
+    void after_build(llm_graph_result & built, uint32_t n_outputs);
 
     // Waits for the work in flight. On the way into the prefill phase the flags that a reserve may clear are remembered.
     void quiesce(bool entering);

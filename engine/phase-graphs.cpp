@@ -37,6 +37,7 @@ void phase_graphs::swap_with_context(planned & with) {
 }
 
 void phase_graphs::restore() {
+    awaits_small = false;
     if (in_use) {
         swap_with_context(*in_use);
         in_use = nullptr;
@@ -88,16 +89,6 @@ void phase_graphs::plan_buffers() {
     buffers = std::make_unique<lent_buffers>(ctx.backend_buft, sizes);
 }
 
-// A plan is for all sequences and the full context. The graph of a batch of some of them may have other nodes, but as many and none larger; the
-// allocator compares no more than that, and would give it the plan's places: two tensors in one. So once the plan has given the buffers their
-// size, a graph of one node is planned, and the next one gets places of its own.
-static bool forget_places(ggml_backend_sched_t sched) {
-    const ggml_context_ptr ctx { ggml_init({ 2*ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }) };
-    auto * graph = ggml_new_graph(ctx.get());
-    ggml_build_forward_expand(graph, ggml_neg(ctx.get(), ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, 1)));
-    return ggml_backend_sched_reserve(sched, graph);
-}
-
 // Nothing of the context changes but what stands in its place.
 bool phase_graphs::make(const shape & of) {
     const size_t   max_nodes       = ctx.graph_max_nodes(std::max(of.n_tokens, ctx.cparams.n_seq_max));
@@ -120,8 +111,7 @@ bool phase_graphs::make(const shape & of) {
         swap_with_context(*in_use);
 
         const auto mctx = ctx.memory->init_full();
-        done = mctx && ctx.graph_reserve(of.n_tokens, ctx.cparams.n_seq_max, std::max(of.n_outputs, 1u), mctx.get()) && fits() &&
-            forget_places(ctx.sched.get());
+        done = mctx && ctx.graph_reserve(of.n_tokens, ctx.cparams.n_seq_max, std::max(of.n_outputs, 1u), mctx.get()) && fits();
     } catch (const std::exception & error) {
         LLAMA_LOG_DEBUG("llama-phase: %s\n", error.what());
     }
@@ -142,14 +132,19 @@ bool phase_graphs::make(const shape & of) {
 
 void phase_graphs::select(uint32_t n_tokens, uint32_t n_seqs, uint32_t n_outputs) {
     count(1);
-    const shape of { n_tokens, n_seqs, n_outputs };
+    if (n_most == 0 || n_tokens > n_tokens_most || ctx.cparams.pipeline_parallel || !ctx.memory) {
+        restore();
+        return;
+    }
+    put_in_place({ n_tokens, n_seqs, n_outputs });
+    awaits_small = true;
+}
+
+void phase_graphs::put_in_place(const shape & of) {
     if (in_use && in_use->of == of) {
         return;
     }
     restore();
-    if (n_most == 0 || n_tokens > n_tokens_most || ctx.cparams.pipeline_parallel || !ctx.memory) {
-        return;
-    }
     const auto same_as = [&](const shape & other) { return other == of; };
     const bool again   = !seen.empty() && seen.back() == of;
     const auto before  = std::find_if(seen.begin(), seen.end(), same_as);
@@ -176,12 +171,22 @@ void phase_graphs::select(uint32_t n_tokens, uint32_t n_seqs, uint32_t n_outputs
     }
     if (!make(of)) {
         full = true;
-        LLAMA_LOG_INFO("llama-phase: no memory to keep the graph of batches of %u tokens: it is built anew at each change of size\n", n_tokens);
+        LLAMA_LOG_INFO("llama-phase: no memory to keep the graph of batches of %u tokens: it is built anew at each change of size\n", of.n_tokens);
         return;
     }
     is_changed = true;
     std::lock_guard<std::mutex> guard(lock);
     counters.n_made++;
+}
+
+void phase_graphs::give_places() {
+    if (!std::exchange(awaits_small, false)) {
+        return;
+    }
+    const ggml_context_ptr tiny { ggml_init({ 2*ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }) };
+    auto * graph = ggml_new_graph(tiny.get());
+    ggml_build_forward_expand(graph, ggml_neg(tiny.get(), ggml_new_tensor_1d(tiny.get(), GGML_TYPE_F32, 1)));
+    ggml_backend_sched_reserve(ctx.sched.get(), graph);
 }
 
 size_t phase_graphs::lent_bytes(ggml_backend_t backend) const {

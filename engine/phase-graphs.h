@@ -41,6 +41,11 @@ class phase_graphs {
     // until drop().
     void select(uint32_t n_tokens, uint32_t n_seqs, uint32_t n_outputs);
 
+    // To be called when the graph of that micro-batch was built, before it is allocated. The allocator keeps its last plan where node counts
+    // match and sizes suffice. What is an output, and so keeps its place to the end, may be another tensor, though: backend samplers have nodes
+    // for all sequences, and outputs for those of the batch. So a graph of one node is planned, and the batch's gets places of its own.
+    void give_places();
+
     // Puts the context's own back.
     void restore();
 
@@ -64,6 +69,7 @@ class phase_graphs {
     };
     struct planned;
 
+    void put_in_place(const shape & of);
     void swap_with_context(planned & with);
     bool make(const shape & of);
     void plan_buffers();
@@ -79,6 +85,7 @@ class phase_graphs {
     std::vector<std::unique_ptr<planned>> kept;            // the most recently used one last
     planned *                             in_use = nullptr; // of kept: in the context's place, and the context's own in it
     std::vector<shape>                    seen;             // small ones, the last one at the end
+    bool                                  awaits_small = false; // the next graph that is built is of a small batch
     bool                                  full = false;
     bool                                  is_changed = false;
 

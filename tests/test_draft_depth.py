@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
 import pytest
-from engine_server import MIN_TOKENS, PREFILL_UBATCH, Fleet, assert_same_but_for_ties, both
+from engine_server import MIN_TOKENS, PREFILL_UBATCH, EngineServer, Fleet, assert_same_but_for_ties, both
 from test_phase_routes import parse_prometheus
 
 pytestmark = pytest.mark.engine
@@ -217,21 +218,34 @@ def test_sizes_that_come_back_find_their_graph(fleet: Fleet, prompt) -> None:
     assert reused["1"][1] < 0.6 and reused["0"][1] < 0.6
 
 
+SOME_OF_FOUR = {"ctx": 4096, "parallel": 4}
+
+
+def ask_some(server: EngineServer, prompts: Sequence[Sequence[int]], n: int) -> list[tuple]:
+    """Prompts of one request, which begin in the same step: their batches are the same every time."""
+    replies = server.post(prompts if len(prompts) > 1 else prompts[0], n).json()
+    in_order = sorted(replies, key=lambda reply: reply["index"]) if len(prompts) > 1 else [replies]
+    drafts = [tuple(reply["timings"].get(what) for what in ("draft_n", "draft_n_accepted")) for reply in in_order]
+    return [
+        (reply["tokens"], reply["completion_probabilities"], of) for reply, of in zip(in_order, drafts, strict=True)
+    ]
+
+
 @pytest.mark.parametrize("unified", ["-kvu", "-no-kvu"])
 @pytest.mark.parametrize("model", ["qwen4exp", "qwen35moe"])
-def test_kept_graphs_draft_the_same_for_two_slots_of_four(fleet: Fleet, prompt, model: str, unified: str) -> None:
-    """Two prompts of one request: their batches are the same every time, and hold some of the sequences that a graph is
-    planned for."""
-    prompts = [list(prompt(model, n, seed=n)) for n in (20, 400)]
-    seen = []
-    for graphs in ("0", "auto"):
-        sizes = {"ctx": 4096, "parallel": 4}
-        server = fleet.phase(model, unified, *mtp(1), sizes=sizes, DRAFT="off", GRAPHS=graphs)
-        replies = sorted(server.post(prompts, 30).json(), key=lambda reply: reply["index"])
-        counts = [(reply["timings"]["draft_n"], reply["timings"]["draft_n_accepted"]) for reply in replies]
-        seen.append(([reply["tokens"] for reply in replies], counts))
-    assert server.phase()["graphs"][1]["kept"] > 0
-    assert seen[0] == seen[1]
+@pytest.mark.parametrize("length", [1, 3])
+def test_drafts_of_some_of_the_slots_are_those_of_stock(
+    fleet: Fleet, prompt, length: int, model: str, unified: str
+) -> None:
+    """A kept graph is planned for all four slots, and used for two and three of them."""
+    prompts = [list(prompt(model, n, seed=n)) for n in (20, 100, 60)]
+    flags = (unified, "--no-repack", *mtp(length))
+    servers = [fleet.phase(model, *flags, sizes=SOME_OF_FOUR, DRAFT="off", GRAPHS=graphs) for graphs in ("auto", "0")]
+    servers.append(fleet.stock(model, *flags, **SOME_OF_FOUR))
+    kept, unkept, stock = ([ask_some(server, prompts[:n], 30) for n in (2, 1, 3, 2)] for server in servers)
+    assert all(accepted for answers in kept for _, _, (_, accepted) in answers)
+    assert servers[0].phase()["graphs"][1]["kept"] > 0
+    assert kept == unkept == stock
 
 
 @pytest.mark.parametrize("unified", ["-kvu", "-no-kvu"])
@@ -239,14 +253,12 @@ def test_kept_graphs_draft_the_same_for_two_slots_of_four(fleet: Fleet, prompt, 
 def test_kept_graphs_of_some_of_the_slots(fleet: Fleet, prompt, model: str, unified: str) -> None:
     """Without drafts: answers of two and of three slots of four, which come back behind one alone."""
     prompts = [list(prompt(model, n, seed=n)) for n in (20, 30, 40)]
-    seen = []
-    for graphs in ("0", "auto"):
-        server = fleet.phase(model, unified, sizes={"ctx": 4096, "parallel": 4}, DRAFT="off", GRAPHS=graphs)
-        replies = [server.post(prompts[:n], 24).json() for n in (2, 1, 3, 2, 3, 1, 2)]
-        listed = [sorted(of if isinstance(of, list) else [of], key=lambda reply: reply["index"]) for of in replies]
-        seen.append([[(reply["tokens"], reply["completion_probabilities"]) for reply in of] for of in listed])
-    assert server.phase()["graphs"][0]["kept"] > 1
-    assert seen[0] == seen[1]
+    kept, unkept = (
+        fleet.phase(model, unified, sizes=SOME_OF_FOUR, DRAFT="off", GRAPHS=graphs) for graphs in ("auto", "0")
+    )
+    for n in (2, 1, 3, 2, 3, 1, 2):
+        assert ask_some(kept, prompts[:n], 24) == ask_some(unkept, prompts[:n], 24)
+    assert kept.phase()["graphs"][0]["kept"] > 1
 
 
 def test_a_server_with_kept_graphs_ends_without_complaint(fleet: Fleet, prompt) -> None:
