@@ -207,6 +207,13 @@ class EngineServer:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.complete(prompt, n, **extra), prompts))
 
+    def complete_together(self, prompts: Sequence[Sequence[int]], n: int = 24, **extra: Any) -> list[Answer]:
+        """One request: the prompts begin in the same step, each in a slot, so that batches are the same every time."""
+        response = self.http.post("/completion", json=self.request([list(prompt) for prompt in prompts], n, **extra))
+        assert response.status_code == 200, f"{response.status_code}: {response.text}\n{self.log_text()[-3000:]}"
+        replies = response.json() if len(prompts) > 1 else [response.json()]
+        return [Answer.of(reply) for reply in sorted(replies, key=lambda reply: reply["index"])]
+
     @contextmanager
     def stream(self, prompt: Sequence[int], n: int = 24, **extra: Any) -> Iterator[Iterator[dict]]:
         """Pieces of a streamed answer as they come; leaving the block early closes the connection."""
@@ -245,6 +252,14 @@ def both(
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(server.complete, prompt, n, **extra) for server in (one, other)]
         return futures[0].result(), futures[1].result()
+
+
+SOME_OF_FOUR = (2, 3, 2)  # prompts at once, of a server with four slots
+
+
+def drafts_of(answers: Sequence[Answer]) -> list[tuple[float, float]]:
+    """Drafted and accepted tokens of each."""
+    return [(answer.timings.get("draft_n", 0), answer.timings.get("draft_n_accepted", 0)) for answer in answers]
 
 
 def server_args(ubatch: int, *, batch: int = PREFILL_UBATCH, ctx: int = 4096, parallel: int = 1) -> tuple[str, ...]:

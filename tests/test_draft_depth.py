@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 
 import pytest
-from engine_server import MIN_TOKENS, PREFILL_UBATCH, EngineServer, Fleet, assert_same_but_for_ties, both
+from engine_server import (
+    MIN_TOKENS,
+    PREFILL_UBATCH,
+    SOME_OF_FOUR,
+    Fleet,
+    assert_same_but_for_ties,
+    both,
+    drafts_of,
+)
 from test_phase_routes import parse_prometheus
 
 pytestmark = pytest.mark.engine
 
 MODELS = ("qwen4exp-exact", "qwen35moe-exact")
+MODELS_OF_TYPES = ("qwen4exp", "qwen35moe")  # quantized
 NO_FLASH = ("-fa", "off")  # then F32 models are exact for any split of one prompt
 SLOTS = {"EXPERT_SLOTS": "32", "RING": "auto"}
 
@@ -218,46 +226,33 @@ def test_sizes_that_come_back_find_their_graph(fleet: Fleet, prompt) -> None:
     assert reused["1"][1] < 0.6 and reused["0"][1] < 0.6
 
 
-SOME_OF_FOUR = {"ctx": 4096, "parallel": 4}
-
-
-def ask_some(server: EngineServer, prompts: Sequence[Sequence[int]], n: int) -> list[tuple]:
-    """Prompts of one request, which begin in the same step: their batches are the same every time."""
-    replies = server.post(prompts if len(prompts) > 1 else prompts[0], n).json()
-    in_order = sorted(replies, key=lambda reply: reply["index"]) if len(prompts) > 1 else [replies]
-    drafts = [tuple(reply["timings"].get(what) for what in ("draft_n", "draft_n_accepted")) for reply in in_order]
-    return [
-        (reply["tokens"], reply["completion_probabilities"], of) for reply, of in zip(in_order, drafts, strict=True)
-    ]
-
-
 @pytest.mark.parametrize("unified", ["-kvu", "-no-kvu"])
-@pytest.mark.parametrize("model", ["qwen4exp", "qwen35moe"])
+@pytest.mark.parametrize("model", MODELS_OF_TYPES)
 @pytest.mark.parametrize("length", [1, 3])
 def test_drafts_of_some_of_the_slots_are_those_of_stock(
     fleet: Fleet, prompt, length: int, model: str, unified: str
 ) -> None:
-    """A kept graph is planned for all four slots, and used for two and three of them."""
-    prompts = [list(prompt(model, n, seed=n)) for n in (20, 100, 60)]
-    flags = (unified, "--no-repack", *mtp(length))
-    servers = [fleet.phase(model, *flags, sizes=SOME_OF_FOUR, DRAFT="off", GRAPHS=graphs) for graphs in ("auto", "0")]
-    servers.append(fleet.stock(model, *flags, **SOME_OF_FOUR))
-    kept, unkept, stock = ([ask_some(server, prompts[:n], 30) for n in (2, 1, 3, 2)] for server in servers)
-    assert all(accepted for answers in kept for _, _, (_, accepted) in answers)
-    assert servers[0].phase()["graphs"][1]["kept"] > 0
-    assert kept == unkept == stock
+    """A kept graph is planned for all four slots, and used for two and three of them, not always the same."""
+    prompts = [prompt(model, n, seed=n) for n in (20, 100, 60)]
+    flags, sizes = (unified, "--no-repack", *mtp(length)), {"ctx": 4096, "parallel": 4}
+    kept, unkept = (fleet.phase(model, *flags, sizes=sizes, DRAFT="off", GRAPHS=graphs) for graphs in ("auto", "0"))
+    stock = fleet.stock(model, *flags, **sizes)
+    for n in SOME_OF_FOUR:
+        answers = [server.complete_together(prompts[:n], 30) for server in (kept, unkept, stock)]
+        assert answers[0] == answers[1] == answers[2]
+        drafts = [drafts_of(one) for one in answers]
+        assert drafts[0] == drafts[1] == drafts[2] and all(accepted for _, accepted in drafts[0])
+    assert kept.phase()["graphs"][1]["kept"] > 0
 
 
 @pytest.mark.parametrize("unified", ["-kvu", "-no-kvu"])
 @pytest.mark.parametrize("model", ["qwen4exp", "qwen35moe", "qwen3moe"])
 def test_kept_graphs_of_some_of_the_slots(fleet: Fleet, prompt, model: str, unified: str) -> None:
     """Without drafts: answers of two and of three slots of four, which come back behind one alone."""
-    prompts = [list(prompt(model, n, seed=n)) for n in (20, 30, 40)]
-    kept, unkept = (
-        fleet.phase(model, unified, sizes=SOME_OF_FOUR, DRAFT="off", GRAPHS=graphs) for graphs in ("auto", "0")
-    )
-    for n in (2, 1, 3, 2, 3, 1, 2):
-        assert ask_some(kept, prompts[:n], 24) == ask_some(unkept, prompts[:n], 24)
+    prompts, sizes = [prompt(model, n, seed=n) for n in (20, 30, 40)], {"ctx": 4096, "parallel": 4}
+    kept, unkept = (fleet.phase(model, unified, sizes=sizes, DRAFT="off", GRAPHS=graphs) for graphs in ("auto", "0"))
+    for n in (*SOME_OF_FOUR, 1, *SOME_OF_FOUR):
+        assert kept.complete_together(prompts[:n], 24) == unkept.complete_together(prompts[:n], 24)
     assert kept.phase()["graphs"][0]["kept"] > 1
 
 

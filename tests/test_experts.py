@@ -9,7 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
-from engine_server import DECODE_UBATCH, MIN_TOKENS, NO_CUTS, PREFILL_UBATCH, assert_same_but_for_ties, mtp, wait_until
+from engine_server import (
+    DECODE_UBATCH,
+    MIN_TOKENS,
+    NO_CUTS,
+    PREFILL_UBATCH,
+    SOME_OF_FOUR,
+    assert_same_but_for_ties,
+    drafts_of,
+    mtp,
+    wait_until,
+)
 from expert_servers import (
     N_EXPERT,
     N_LAYER,
@@ -99,6 +109,21 @@ def test_mtp_verify_batches(servers: ExpertFleet, prompt, model: str, n_draft: i
     assert [layer["layer"] for layer in draft["layers"]] == [N_LAYER]
     assert target["slots_per_layer"] == draft["slots_per_layer"] == batch * N_USED
     assert target["slots"]["looked_up"] > target["slots"]["runs"] * N_USED, "batches of several tokens were served"
+
+
+@pytest.mark.parametrize("unified", ["-kvu", "-no-kvu"])
+@pytest.mark.parametrize("model", ["qwen4exp", "qwen35moe", "mixed-mtp"])
+def test_verify_batches_of_some_of_the_slots(servers: ExpertFleet, prompt, model: str, unified: str) -> None:
+    """Two and three of four slots draft; their batches share expert slots, of which there are few."""
+    flags, sizes = (*mtp(1), unified), {"parallel": 4}
+    server = servers.slots(model, 8 * N_USED, *flags, sizes=sizes, EXPERT_BATCH=8, DRAFT_SLOTS=8 * N_USED)
+    stock = servers.stock(model, *RAW, *flags, ubatch=DECODE_UBATCH, **sizes)
+    prompts = [prompt(model, n, seed=n) for n in (20, 100, 60)]
+    for n in SOME_OF_FOUR:
+        of_phase, of_stock = (one.complete_together(prompts[:n], 30) for one in (server, stock))
+        assert of_phase == of_stock and drafts_of(of_phase) == drafts_of(of_stock)
+        assert all(accepted for _, accepted in drafts_of(of_phase))
+    assert experts(server)["slots"]["looked_up"] > experts(server)["slots"]["missed"] > 0
 
 
 def test_ngram_verify_batches(servers: ExpertFleet, prompt) -> None:

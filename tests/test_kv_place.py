@@ -15,12 +15,14 @@ from engine_server import (
     DECODE_UBATCH,
     MIN_TOKENS,
     PHASE_BIN,
+    SOME_OF_FOUR,
     Answer,
     EngineServer,
     Fleet,
     assert_same_but_for_ties,
     both,
     clean_environment,
+    drafts_of,
     mtp,
     phase_environment,
     server_args,
@@ -366,6 +368,22 @@ def test_kept_rows_of_four_slots(servers: KvFleet, prompt, unified: str) -> None
             answers = list(pool.map(lambda tokens: host.complete(tokens, n=16), prompts))
         for tokens, answer in zip(prompts, answers, strict=True):
             assert_same_but_for_ties(answer.tokens, device.complete(tokens, n=16))
+    assert rows_found(host)[1] > 0
+
+
+@pytest.mark.parametrize("n_draft", [0, 1])
+@pytest.mark.parametrize("unified", ["-kvu", "-no-kvu"])
+def test_kept_rows_of_some_of_the_slots(servers: KvFleet, prompt, unified: str, n_draft: int) -> None:
+    """Two and three of four, at the same split, so strictly equal; with drafts, whose K/V is in host memory, too."""
+    model, sizes = "qwen4exp", {"ctx": 4 * 2048, "parallel": 4}
+    flags = (unified, *(mtp(n_draft) if n_draft else ()))
+    host = servers.host(model, *flags, env={"LLAMA_PHASE_KV_ROWS": "1500"}, **sizes)
+    device = servers.device(model, *flags, **sizes)
+    prompts = [prompt(model, n, seed=n) for n in (30, 1200, 700)]
+    for n in SOME_OF_FOUR:
+        of_host, of_device = (server.complete_together(prompts[:n], 24) for server in (host, device))
+        assert of_host == of_device and drafts_of(of_host) == drafts_of(of_device)
+        assert all(accepted for _, accepted in drafts_of(of_host)) == bool(n_draft)
     assert rows_found(host)[1] > 0
 
 
