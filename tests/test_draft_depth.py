@@ -245,8 +245,7 @@ def test_drafts_of_some_of_the_slots_are_those_of_stock(
     assert kept.phase()["graphs"][1]["kept"] > 0
 
 
-@pytest.mark.parametrize("unified", ["-kvu", "-no-kvu"])
-@pytest.mark.parametrize("model", ["qwen4exp", "qwen35moe", "qwen3moe"])
+@pytest.mark.parametrize(("model", "unified"), [("qwen4exp", "-kvu"), ("qwen35moe", "-no-kvu")])
 def test_kept_graphs_of_some_of_the_slots(fleet: Fleet, prompt, model: str, unified: str) -> None:
     """Without drafts: answers of two and of three slots of four, which come back behind one alone."""
     prompts, sizes = [prompt(model, n, seed=n) for n in (20, 30, 40)], {"ctx": 4096, "parallel": 4}

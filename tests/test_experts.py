@@ -111,8 +111,7 @@ def test_mtp_verify_batches(servers: ExpertFleet, prompt, model: str, n_draft: i
     assert target["slots"]["looked_up"] > target["slots"]["runs"] * N_USED, "batches of several tokens were served"
 
 
-@pytest.mark.parametrize("unified", ["-kvu", "-no-kvu"])
-@pytest.mark.parametrize("model", ["qwen4exp", "qwen35moe", "mixed-mtp"])
+@pytest.mark.parametrize(("model", "unified"), [("qwen4exp", "-kvu"), ("qwen35moe", "-no-kvu"), ("mixed-mtp", "-kvu")])
 def test_verify_batches_of_some_of_the_slots(servers: ExpertFleet, prompt, model: str, unified: str) -> None:
     """Two and three of four slots draft; their batches share expert slots, of which there are few."""
     flags, sizes = (*mtp(1), unified), {"parallel": 4}
