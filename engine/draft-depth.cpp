@@ -8,7 +8,8 @@ namespace {
 
 constexpr size_t   COST_ROUNDS    = 40;   // of a size that are kept
 constexpr size_t   COST_DROPPED   = 6;    // one of so many, the longest, is left out
-constexpr uint64_t COST_AGE       = 128;  // rounds, after which they end when newer ones come, and else count half
+constexpr uint64_t COST_OLD       = 64;   // rounds, after which they end when newer ones come
+constexpr uint64_t COST_AGE       = 128;  // rounds, after which they count half
 constexpr double   LINE_ROUNDS    = 1;    // that the line through all sizes is worth
 constexpr double   DOUBT          = 0.3;  // of its time, for one round; of n rounds it is that by their square root
 constexpr double   DOUBT_LINE     = 8;    // rounds that the line is worth there
@@ -25,6 +26,7 @@ constexpr double   GAIN           = 1.03; // what a change has to win
 constexpr uint32_t PROBE_ROUNDS   = SETTLE_ROUNDS + 4;
 constexpr uint32_t PROBE_FIRST    = 64;   // rounds; doubled by each probe that changed nothing
 constexpr uint32_t PROBE_SELDOM   = 512;
+constexpr uint64_t PROBES_OF_NONE = 3;    // one of so many, the first too, is without drafts: what they have to win over is not left to a line
 constexpr uint32_t PROBE_NEXT     = 256;  // at most, for a new sequence's first
 constexpr int32_t  EXPLORED[]     = { 3, 0, 1 }; // depths, tried in turn; deeper ones lie on the line through these until they are chosen
 
@@ -38,7 +40,7 @@ void draft_cost::add(int32_t size, double ms, uint64_t round) {
     auto & e = sizes[size];
     now = round;
     e.last.emplace_back(round, ms);
-    while (e.last.size() > COST_ROUNDS || e.last.front().first + COST_AGE < round) {
+    while (e.last.size() > COST_ROUNDS || e.last.front().first + COST_OLD < round) {
         e.last.pop_front();
     }
     e.n = e.last.size();
@@ -351,7 +353,7 @@ int32_t draft_depth::decide(int32_t seq, sequence & s, int32_t cap, bool may_exp
         s.probe_left    = PROBE_ROUNDS;
         s.n_since_probe = 0;
         counters.n_probes++;
-        set_depth(s, promising(seq, s, cap));
+        set_depth(s, s.home > 0 && counters.n_probes % PROBES_OF_NONE == 1 ? 0 : promising(seq, s, cap));
     }
     return s.depth;
 }

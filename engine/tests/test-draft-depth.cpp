@@ -393,6 +393,25 @@ TEST(a_disturbed_start_is_forgotten) {
     CHECK_EQ(most_frequent(depths, 200), 0);
 }
 
+// One token is cheaper than the line through larger batches says, and was dear while the server was cold: no drafts are best at any acceptance.
+TEST(what_no_drafts_cost_is_measured_again) {
+    for (int seed = 1; seed <= 20; ++seed) {
+        engine simulated;
+        simulated.random.seed(seed);
+        simulated.accept   = [](int) { return 0.9; };
+        simulated.draft_ms = [](int k) { return 1.0*k; };
+        const auto normal  = [](int n) { return n == 1 ? 2.7 : 5.1 + 1.6*(n - 2); };
+        draft_depth policy(8);
+        policy.begin(0);
+        simulated.verify_ms = [&](int n) { return (n == 1 ? 1.5 : 1.0)*normal(n); };
+        simulated.run(policy, { 0 }, 40, 7);
+        simulated.verify_ms = normal;
+        std::vector<int> depths;
+        simulated.run(policy, { 0 }, 600, 7, &depths);
+        CHECK_EQ(most_frequent(depths, 400), 0);
+    }
+}
+
 TEST(gives_up_and_comes_back) {
     engine simulated;
     simulated.verify_ms = [](int n) { return 1.0 + 4.0*n; };
