@@ -196,19 +196,16 @@ def plan_server(facts: ModelFacts, machine: Machine, choices: Choices) -> Plan:
     places = [place]
     if facts.draft is not None and place.on_gpu and not place.named and len(machine.gpus) > 1:
         places += [place.on(gpu.index) for gpu in machine.gpus]
-    best: Plan | None = None
-    refusal: UsageError | None = None
+    plans: list[Plan] = []
+    refusals: list[UsageError] = []
     for one in places:
         try:
-            plan = make_plan(facts, machine, replace(choices, draft_place=one))
+            plans.append(make_plan(facts, machine, replace(choices, draft_place=one)))
         except UsageError as error:  # too few slots with the draft there
-            refusal = refusal or error
-            continue
-        if best is None or (plan.fits_vram, plan.slots) > (best.fits_vram, best.slots):
-            best = plan
-    if best is None:
-        raise refusal or UsageError("no plan")
-    return best
+            refusals.append(error)
+    if not plans:
+        raise refusals[0]
+    return max(plans, key=lambda plan: (plan.fits_vram, plan.slots))  # the first of equals
 
 
 def _candidates(facts: ModelFacts, choices: Choices, free: list[int]) -> tuple[Candidate, ...]:

@@ -192,15 +192,17 @@ class EngineServer:
     def post(self, prompt: Sequence[int] | str, n: int = 24, **extra: Any) -> httpx.Response:
         return self.http.post("/completion", json=self.request(prompt, n, **extra))
 
-    def complete(self, prompt: Sequence[int] | str, n: int = 24, **extra: Any) -> Answer:
+    def _reply(self, prompt: Any, n: int, **extra: Any) -> Any:
         response = self.post(prompt, n, **extra)
         assert response.status_code == 200, f"{response.status_code}: {response.text}\n{self.log_text()[-3000:]}"
+        return response.json()
 
+    def complete(self, prompt: Sequence[int] | str, n: int = 24, **extra: Any) -> Answer:
         def after(tokens: Sequence[int], n_more: int) -> Answer:
             ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
             return self.living().complete([*ids, *tokens], n_more, **extra | {"cache": False})
 
-        return Answer.of(response.json(), after)
+        return Answer.of(self._reply(prompt, n, **extra), after)
 
     def complete_all(self, prompts: Sequence[Sequence[int]], n: int = 24, **extra: Any) -> list[Answer]:
         """Sent at once, one connection each."""
@@ -209,9 +211,8 @@ class EngineServer:
 
     def complete_together(self, prompts: Sequence[Sequence[int]], n: int = 24, **extra: Any) -> list[Answer]:
         """One request: the prompts begin in the same step, each in a slot, so that batches are the same every time."""
-        response = self.http.post("/completion", json=self.request([list(prompt) for prompt in prompts], n, **extra))
-        assert response.status_code == 200, f"{response.status_code}: {response.text}\n{self.log_text()[-3000:]}"
-        replies = response.json() if len(prompts) > 1 else [response.json()]
+        reply = self._reply([list(prompt) for prompt in prompts], n, **extra)
+        replies = reply if len(prompts) > 1 else [reply]
         return [Answer.of(reply) for reply in sorted(replies, key=lambda reply: reply["index"])]
 
     @contextmanager

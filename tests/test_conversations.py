@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from engine_server import EngineServer, wait_until
+from engine_server import EngineServer, mtp, wait_until
 from fake_world import until
 from supervised import Run
 
@@ -417,7 +417,7 @@ def test_with_the_real_server(one_server, prompt, model: str, tmp_path: Path, mo
 def test_a_replay_drafts_nothing(one_server, prompt, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which lengths would be chosen then is not those of before, and tokens come in batches of other shapes."""
     words = prompt(model, 60)
-    server = one_server(model, "-np", "1", "--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
+    server = one_server(model, "-np", "1", *mtp(3))
     answer = server.complete(words, n=30, cache=True)
     assert answer.timings["draft_n_accepted"] > 0
     held = [*words, *answer.tokens[:-1]]

@@ -18,19 +18,15 @@ from engine_server import (
     assert_same_but_for_ties,
     both,
     drafts_of,
+    mtp,
 )
 from test_phase_routes import parse_prometheus
 
 pytestmark = pytest.mark.engine
 
 MODELS = ("qwen4exp-exact", "qwen35moe-exact")
-MODELS_OF_TYPES = ("qwen4exp", "qwen35moe")  # quantized
 NO_FLASH = ("-fa", "off")  # then F32 models are exact for any split of one prompt
 SLOTS = {"EXPERT_SLOTS": "32", "RING": "auto"}
-
-
-def mtp(n_max: int) -> tuple[str, ...]:
-    return ("--spec-type", "draft-mtp", "--spec-draft-n-max", str(n_max))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -227,7 +223,7 @@ def test_sizes_that_come_back_find_their_graph(fleet: Fleet, prompt) -> None:
 
 
 @pytest.mark.parametrize("unified", ["-kvu", "-no-kvu"])
-@pytest.mark.parametrize("model", MODELS_OF_TYPES)
+@pytest.mark.parametrize("model", ["qwen4exp", "qwen35moe"])
 @pytest.mark.parametrize("length", [1, 3])
 def test_drafts_of_some_of_the_slots_are_those_of_stock(
     fleet: Fleet, prompt, length: int, model: str, unified: str

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from scored import Likeliest, likeliest, ties
-from served import PHASE, PREFILL_UBATCH, STOCK, complaints, logged, served
+from served import PHASE, PREFILL_UBATCH, STOCK, complaints, logged, prompt_of, served, together
 from synth_gguf import make_model
 
-from llama_phase.bench import prompt_tokens
 from llama_phase.client import Client
 
 # more experts than slots, and text of which a third is hard to tell
@@ -36,10 +35,6 @@ AT_ONCE = (310, 900)  # the first is answered while the second is streamed
 ANSWER_TOKENS = 96
 TIE = 1.0  # of a log-probability; half of the tokens are likelier than the next by more than 2.5
 TIES_PERCENT = 3
-
-
-def prompt_of(n_tokens: int) -> list[int]:
-    return prompt_tokens(n_tokens, n_tokens, 4000)
 
 
 def plain(client: Client, n_prompt: int, tokens: Sequence[int] = (), n: int = ANSWER_TOKENS) -> list[Likeliest]:
@@ -75,10 +70,9 @@ def with_length(
         answers = [client.completion(prompt_of(n_prompt), ANSWER_TOKENS, **asked) for n_prompt in ALONE]
         timings = [answer.timings for answer in answers]
         texts = [(n_prompt, answer.tokens) for n_prompt, answer in zip(ALONE, answers, strict=True)]
-        both = client.completion([prompt_of(n_prompt) for n_prompt in AT_ONCE], ANSWER_TOKENS, **asked).raw["value"]
-        for answer in both:
-            timings.append(answer["timings"])
-            texts.append((AT_ONCE[answer["index"]], answer["tokens"]))
+        both = together(client, [prompt_of(n_prompt) for n_prompt in AT_ONCE], ANSWER_TOKENS, **asked)
+        timings += [reply["timings"] for reply in both]
+        texts += [(n_prompt, reply["tokens"]) for n_prompt, reply in zip(AT_ONCE, both, strict=True)]
         phase = client.phase() or {}
         wrong = complaints(log.read_bytes()[loaded_bytes:].decode(errors="replace"))
     gaps: list[float] = []

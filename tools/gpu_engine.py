@@ -39,7 +39,7 @@ from gpu_drafts import check_drafts
 from gpu_prompts import MODELS as PROMPT_MODELS
 from gpu_prompts import check_prompts
 from scored import scored
-from served import PHASE, PREFILL_UBATCH, STOCK, served
+from served import PHASE, PREFILL_UBATCH, STOCK, prompt_of, served
 from synth.adapter import write_adapter
 from synth_gguf import make_model
 
@@ -68,7 +68,7 @@ def answers(model: Path, settings: dict, upstream: tuple[str, ...], repeats: int
     with served(model, settings, upstream) as client:
         out = []
         for _, length in itertools.product(range(repeats), PROMPTS):
-            prompt = prompt_tokens(length, length, 4000)
+            prompt = prompt_of(length)
             got = client.completion(prompt, ANSWER_TOKENS, cache_prompt=False, n_probs=3, ignore_eos=True)
             out.append(scored(got.probabilities))
         return out, client.phase() or {}
@@ -229,7 +229,7 @@ def first_tokens(model: Path, settings: dict, upstream: tuple[str, ...] = ()) ->
     with served(model, settings, upstream) as client:
         out = []
         for length in CHUNK_PROMPTS:
-            got = client.completion(prompt_tokens(length, length, 4000), 1, cache_prompt=False, n_probs=8)
+            got = client.completion(prompt_of(length), 1, cache_prompt=False, n_probs=8)
             out.append({top["id"]: top["logprob"] for top in got.probabilities[0]["top_logprobs"]})
         return out, client.phase() or {}
 

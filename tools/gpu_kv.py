@@ -42,6 +42,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from scored import scored
+from served import PHASE, prompt_of, together
 from synth_gguf import make_model
 
 from llama_phase import bench
@@ -60,7 +61,6 @@ ROWS_OF_PARTS = {  # --only of the suite
 }
 ALL_ON_GPU = ("-ngl", "99", "--no-warmup", "-t", "4", "-fa", "on")
 OFF = {"prefill_mode": "off", "ubatch": 256, "batch": 1024}
-PHASE = {"prefill_mode": "transaction", "ubatch": 128, "batch": 1024, "prefill_ubatch": 1024, "prefill_min_tokens": 256}
 # shapes that upstream's sparse kernel takes; those of the indexer's own kernel, with as many rows as a real model's
 SPARSE_KERNEL = {"heads": 16, "heads_kv": 2, "head_dim": 256, "rope_dim": 64}
 INDEXER_KERNEL = {"idx_dim": 128, "idx_topk": 2048}
@@ -124,9 +124,9 @@ class Asker:
     def ask_at_once(self, lengths: Sequence[int], n: int) -> None:
         """One request with a prompt for each stream, whose answers share their batches."""
         prompts = [prompt_tokens(length, 31 + number, 4000) for number, length in enumerate(lengths)]
-        got = self.client.completion(prompts, n, n_probs=N_PROBS, ignore_eos=True, cache_prompt=False)
-        for reply in got.raw["value"]:
-            self.answers[f"at once {lengths[reply['index']]}"] = answer_of(reply)
+        replies = together(self.client, prompts, n, n_probs=N_PROBS, ignore_eos=True, cache_prompt=False)
+        for length, reply in zip(lengths, replies, strict=True):
+            self.answers[f"at once {length}"] = answer_of(reply)
 
 
 Scenario = Callable[[Asker], None]
@@ -135,8 +135,7 @@ Scenario = Callable[[Asker], None]
 def prompts_twice(asker: Asker) -> None:
     for number in (1, 2):
         for length in PROMPTS:
-            prompt = prompt_tokens(length, length, 4000)
-            asker.ask(f"prompt {length}, {number}", prompt, ANSWER_TOKENS, slot=-1, cache_prompt=False)
+            asker.ask(f"prompt {length}, {number}", prompt_of(length), ANSWER_TOKENS, slot=-1, cache_prompt=False)
 
 
 def conversation(asker: Asker) -> None:

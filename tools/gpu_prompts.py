@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from scored import Likeliest, first_other, likeliest
-from served import PHASE, complaints, logged, served
+from served import PHASE, complaints, logged, prompt_of, served, together
 from synth_gguf import make_model
 
-from llama_phase.bench import prompt_tokens
 from llama_phase.client import Client
 
 UBATCH, BATCH = 512, 1024  # two micro-batches a batch: two prompts share some
@@ -44,10 +43,6 @@ ANSWER_TOKENS = 48
 OFFLOAD_TOLERANCE = 0.01  # the last layer's single token is computed on the CPU there; seen without a ring: 0.0001
 
 
-def prompt_of(n_tokens: int) -> list[int]:
-    return prompt_tokens(n_tokens, n_tokens, 4000)
-
-
 def ask(client: Client, n_tokens: int, n_predict: int = ANSWER_TOKENS, **more: Any) -> list[Likeliest]:
     more = {"cache_prompt": False, **more}
     got = client.completion(prompt_of(n_tokens), n_predict, n_probs=8, ignore_eos=True, **more)
@@ -55,11 +50,9 @@ def ask(client: Client, n_tokens: int, n_predict: int = ANSWER_TOKENS, **more: A
 
 
 def ask_at_once(client: Client) -> list[list[Likeliest]]:
-    """One request with both prompts: each takes a slot."""
     prompts = [prompt_of(n_tokens) for n_tokens in AT_ONCE]
-    got = client.completion(prompts, ANSWER_TOKENS, cache_prompt=False, n_probs=8, ignore_eos=True).raw["value"]
-    in_order = sorted(got, key=lambda answer: answer["index"])
-    return [likeliest(answer["completion_probabilities"]) for answer in in_order]
+    replies = together(client, prompts, ANSWER_TOKENS, cache_prompt=False, n_probs=8, ignore_eos=True)
+    return [likeliest(reply["completion_probabilities"]) for reply in replies]
 
 
 def figures(client: Client) -> dict[str, int]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from llama_phase.bench import prompt_tokens
 from llama_phase.client import Client, RequestFailed
 from llama_phase.server import Server
 from llama_phase.settings import Settings
@@ -45,6 +46,18 @@ def served(model: Path, settings: dict[str, Any], upstream: tuple[str, ...]) -> 
     """The client alone."""
     with logged(model, settings, upstream) as (client, _):
         yield client
+
+
+def prompt_of(n_tokens: int) -> list[int]:
+    """So many random tokens, others for each length."""
+    return prompt_tokens(n_tokens, n_tokens, 4000)
+
+
+def together(client: Client, prompts: Sequence[Sequence[int]], n_predict: int, **asked: Any) -> list[dict[str, Any]]:
+    """The server's replies to one request with several prompts, in their order: each takes a slot, and all begin in
+    the same step."""
+    got = client.completion(prompts, n_predict, **asked).raw["value"]  # type: ignore[arg-type]
+    return sorted(got, key=lambda reply: reply["index"])
 
 
 def complaints(log: str) -> list[str]:
