@@ -45,7 +45,8 @@ int64_t phase_kv_rows_choose(int64_t asked, int64_t n_rows, uint64_t position_by
     if (asked >= 0) {
         return std::min(asked, n_rows);
     }
-    const int64_t fit = position_bytes ? (int64_t) (free_bytes/8/position_bytes) : 0;
-    const int64_t n   = std::min({ PHASE_KV_ROWS_AUTO, n_rows, fit });
+    const int64_t fit   = position_bytes ? (int64_t) (free_bytes/8/position_bytes) : 0;
+    const int64_t cheap = fit/4/PHASE_KV_ROWS_AUTO*PHASE_KV_ROWS_AUTO;
+    const int64_t n     = std::min({ std::max(PHASE_KV_ROWS_AUTO, cheap), n_rows, fit });
     return n < std::min(PHASE_KV_ROWS_LEAST, n_rows) ? 0 : n;
 }

@@ -33,7 +33,8 @@ struct phase_kv_choice {
 };
 
 // Positions per layer that the device keeps as well, of K/V in host memory. `asked`: LLAMA_PHASE_KV_ROWS, negative: auto. `n_rows`: of a
-// layer. `position_bytes`: of one position in all such layers of the device, tables included.
+// layer. `position_bytes`: of one position in all such layers of the device, tables included. Auto: PHASE_KV_ROWS_AUTO within an eighth of
+// the free memory, or as many times that as a 32nd holds.
 constexpr int64_t PHASE_KV_ROWS_AUTO  = 16384; // eight tokens' choices, 2051 each
 constexpr int64_t PHASE_KV_ROWS_LEAST = 4096;  // fewer serve a single token and hardly anything twice
 

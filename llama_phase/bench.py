@@ -22,6 +22,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ class Sample:
     streamed_bytes: int = 0
     drafted: int = 0
     accepted: int = 0
+    draft_rounds: list[int] = field(default_factory=list)  # by chosen draft length; empty: it was fixed
     enter_ms: float | None = None
     leave_ms: float | None = None
     copy_ms: float = 0.0  # layers were copied into the ring
@@ -99,6 +101,12 @@ def _experts(phase: dict[str, Any]) -> tuple[float, ...]:
     return tuple(totals)
 
 
+def _draft_rounds(before: dict[str, Any], after: dict[str, Any]) -> list[int]:
+    """Rounds between the two by draft length, where the server chooses it."""
+    old, new = (phase.get("draft", {}).get("rounds", []) for phase in (before, after))
+    return [b - a for a, b in zip_longest(old, new, fillvalue=0)]
+
+
 def _ask(client: Client, kind: str, text: int, prompt: list[int] | str, n_predict: int) -> Sample:
     before = client.phase() or {}
     answer = client.completion(prompt, n_predict, cache_prompt=False, return_tokens=True, ignore_eos=True)
@@ -119,6 +127,7 @@ def _ask(client: Client, kind: str, text: int, prompt: list[int] | str, n_predic
         exposed_ms=exposed_ms,
         drafted=int(answer.timings.get("draft_n", 0)),
         accepted=int(answer.timings.get("draft_n_accepted", 0)),
+        draft_rounds=_draft_rounds(before, after),
         tokens=answer.tokens,
     )
     if after.get("counters", {}).get("entered", 0) > before.get("counters", {}).get("entered", 0):

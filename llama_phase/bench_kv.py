@@ -3,7 +3,7 @@
 A conversation is a prompt of random tokens and three answers behind it; decode speeds are those of the answers, with
 what the device keeps of host K/V as the turns before left it. All rows but the stock ones are contexts of ours without
 a switch (mode bypass), since those send a token's inputs together, which is more than the places of K/V differ by.
-Rows with the same selection choose, read and add up the same, so their answers have to be the same.
+Of these, rows with the same selection choose, read and add up the same, so their answers have to be the same.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def kv_suite(threads: int, workload: Workload) -> list[Configuration]:
         *(
             Configuration(
                 f"{VRAM} {place}, -ub {ubatch}",
-                {"prefill_mode": "transaction", "ubatch": ubatch, "kv": place},
+                {"prefill_mode": "transaction", "ubatch": ubatch, "kv": place, "kv_rows": VRAM_CONTEXTS[0]},
                 flags,
                 once=True,
             )
@@ -120,15 +120,15 @@ def _memory(configuration: Configuration, model: Path, vocabulary: int) -> dict[
 
 
 def different_answers(suite: Sequence[Configuration], results: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Rows and rounds whose answers are not those of the first row with their selection. With -nkvo the CPU computes
-    attention, and other sums."""
+    """Rows and rounds whose answers are not those of the first row with their selection. Stock is left out: it divides
+    prompts into other batches, and so does -nkvo, with which the CPU computes attention."""
     wanted: dict[str, tuple[str, dict[tuple[int, int], list[int]]]] = {}
     different = []
     for one in suite:
         select = {"auto": "stock"}.get(one.settings.get("select", ""), one.settings.get("select", ""))
         for number, measured in enumerate(results.get(one.name, [])):
             texts = _texts([measured])
-            if one.name == NO_OFFLOAD or not texts:
+            if one.name in (STOCK, NO_OFFLOAD) or not texts:
                 continue
             first, expected = wanted.setdefault(select, (one.name, texts))
             wrong = [f"{depth} turn {turn}" for (depth, turn), text in texts.items() if text != expected[depth, turn]]

@@ -17,6 +17,7 @@ from llama_phase.bench import HOST_EXPERTS, Configuration, median
 OFF, AUTO = "off", "auto"
 LENGTHS = (1, 2, 3, 5, 7)
 LONGEST = 7  # EXPERT_BATCH - 1
+TEXTS = ("decode", "prose")
 KINDS = ("verify_ms", "draft_ms")
 
 
@@ -45,20 +46,23 @@ def speculation_suite(threads: int, slots: str, acceptances: Sequence[float]) ->
 
 
 def speculation_table(results: dict[str, list[dict[str, Any]]]) -> Table:
-    """Medians over all rounds, one row a configuration. `ms` is the time of a round of drafting and verifying, `reused`
-    how many batches of target and draft found their graph, `lengths` the last server's rounds by chosen length; below,
-    its times.
+    """One row a configuration; of random texts and of prose, tokens per second: seen (medians), and `at rate`, what the
+    same rounds in the same time would have yielded had exactly the asked share of drafts been accepted. `x off` and
+    `x best`, the best of the fixed lengths, are of these: what is drawn varies by more than lengths differ. `ms` is the
+    time of a round of drafting and verifying, `reused` how many batches of target and draft found their graph,
+    `lengths` the last server's rounds by chosen length; below, its times.
     """
-    shown = Table(title="tokens per second by acceptance and draft length")
-    columns = ("acceptance", "length", "tok/s", "x off", "x best", "ms", "accepted %", "hits %", "prose tok/s", "MiB")
+    shown = Table(title="tokens per second by acceptance and draft length, random texts / prose")
+    columns = ("acceptance", "length", "tok/s", "at rate", "x off", "x best", "ms", "accepted %", "hits %", "MiB")
     for column in (*columns, "reused %", "lengths"):
         shown.add_column(column, justify="right")
     times: list[str] = []
-    speeds = {name: _speed(rounds, "decode") for name, rounds in results.items()}
+    speeds = {name: {kind: at_rate(name, rounds, kind) for kind in TEXTS} for name, rounds in results.items()}
     for name, rounds in results.items():
         rate, _, length = name.rpartition(" ")
         fixed = [speed for other, speed in speeds.items() if rate and other in {f"{rate} {n}" for n in LENGTHS}]
-        samples = [sample for one in rounds for sample in one["samples"] if sample["kind"] == "decode"]
+        off = [speeds[OFF]] if OFF in speeds else []
+        samples = [sample for one in rounds for sample in one["samples"] if sample["kind"] == TEXTS[0]]
         drafted, accepted = (sum(sample[key] for sample in samples) for key in ("drafted", "accepted"))
         hits = median(sample["hit_rate"] for sample in samples)
         state = rounds[-1]["phase"] or {}
@@ -66,19 +70,38 @@ def speculation_table(results: dict[str, list[dict[str, Any]]]) -> Table:
         shown.add_row(
             rate,
             length,
-            f"{speeds[name]:.1f}",
-            f"{speeds[name] / speeds[OFF]:.2f}" if OFF in speeds else "",
-            f"{speeds[name] / max(fixed):.2f}" if fixed and length == AUTO else "",
+            " / ".join(f"{_speed(rounds, kind):.0f}" for kind in TEXTS),
+            " / ".join(f"{speeds[name][kind]:.0f}" for kind in TEXTS) if rate else "",
+            _over(speeds[name], off),
+            _over(speeds[name], fixed if length == AUTO else []),
             f"{median(_round_ms(sample) for sample in samples) or 0:.1f}",
             f"{100 * accepted / drafted:.0f}" if drafted else "",
             f"{100 * hits:.1f}" if hits is not None else "",
-            f"{_speed(rounds, 'prose'):.1f}",
             f"{median(one['memory_mib'] for one in rounds) or 0:.0f}",
             " ".join(f"{100 * one['reused'] / max(one['batches'], 1):.0f}" for one in state.get("graphs", [])),
             " ".join(map(str, state.get("draft", {}).get("rounds", []))),
         )
     shown.caption = "\n".join(times)
     return shown
+
+
+def at_rate(name: str, rounds: Sequence[dict[str, Any]], kind: str) -> float:
+    """Tokens per second of a configuration's texts of `kind`, with each draft accepted as often as its name says."""
+    rate, _, length = name.rpartition(" ")
+    tokens = seconds = 0.0
+    for sample in (sample for one in rounds for sample in one["samples"] if sample["kind"] == kind):
+        n_tokens = len(sample["tokens"])
+        seconds += n_tokens / sample["predicted_per_second"]
+        by_length = dict(enumerate(sample.get("draft_rounds", [])))
+        if not by_length:
+            by_length = {int(length) if rate else 0: n_tokens - sample["accepted"]}
+        tokens += sum(n * sum(float(rate or 0) ** i for i in range(drafts + 1)) for drafts, n in by_length.items())
+    return tokens / seconds
+
+
+def _over(speed: dict[str, float], others: Sequence[dict[str, float]]) -> str:
+    """How many times the fastest of `others`, by kind of text."""
+    return " / ".join(f"{speed[kind] / max(other[kind] for other in others):.2f}" for kind in TEXTS) if others else ""
 
 
 def _round_ms(sample: dict[str, Any]) -> float:

@@ -25,7 +25,7 @@ from llama_phase.upstream_flags import (
 _MIB = 1 << 20
 MIN_TOKENS_FLOOR = 240  # of engine/phase-ubatch.cpp
 RING_LEAST = 3  # regions of a ring by its own choice, of engine/ring-depth.h
-KV_ROWS_AUTO = 16384  # positions of K/V in host memory that a device keeps as well, of engine/kv-place.cpp
+KV_ROWS_AUTO = 16384  # positions of K/V in host memory that a device keeps as well, or a multiple: engine/kv-place.cpp
 KV_ROWS_LEAST = 4096
 CONTEXT_CELLS = 256  # contexts are rounded up to this many tokens
 # bytes per element of a K/V cache type
@@ -125,7 +125,8 @@ class Choices:
             return 0
         if self.kv_rows is not None:
             return min(self.kv_rows, self.cells)
-        rows = min(KV_ROWS_AUTO, self.cells, int(free_bytes / 8 / position_bytes))
+        fit = int(free_bytes / 8 / position_bytes)
+        rows = min(max(KV_ROWS_AUTO, fit // 4 // KV_ROWS_AUTO * KV_ROWS_AUTO), self.cells, fit)
         return rows if rows >= min(KV_ROWS_LEAST, self.cells) else 0
 
     def budget(self, device: int) -> float:

@@ -20,7 +20,7 @@ from llama_phase.pcie import (
 )
 from llama_phase.plan import ESTIMATES, Plan, make_plan
 from llama_phase.plan_changes import changes
-from llama_phase.plan_choices import Choices
+from llama_phase.plan_choices import KV_ROWS_AUTO, Choices
 from llama_phase.upstream_flags import CPU_MOE, NGL, normalise
 
 PROMPTS = (2048, 8192, 32768)
@@ -48,17 +48,19 @@ class Report:
 
     @property
     def vram_bytes_per_token(self) -> list[float]:
-        """What a token more of context takes of each device in the decode phase, slots aside: the difference to a plan
-        of twice the context, masks, scores and the copy of one layer's host K/V included."""
+        """What a token more of context takes of each device in the decode phase: the difference to a plan of twice the
+        context, masks, scores and the copy of one layer's host K/V included. Slots are aside, and there are as many
+        positions of host K/V that are kept as well."""
         choices = self.plan.choices
         if choices.kv == "auto":  # may choose otherwise there
             choices = replace(choices, kv="host" if any(d.kv_host_bytes for d in self.plan.devices) else "device")
-        twice = make_plan(self.facts, self.machine, replace(choices, ctx=2 * choices.cells))
-        return [
-            (more.fixed_bytes + more.decode_compute_bytes - device.fixed_bytes - device.decode_compute_bytes)
-            / choices.cells
-            for more, device in zip(twice.devices, self.plan.devices, strict=True)
-        ]
+        if choices.kv_rows is None:
+            choices = replace(choices, kv_rows=min(KV_ROWS_AUTO, choices.cells))
+        taken, before = (
+            [d.fixed_bytes + d.decode_compute_bytes for d in make_plan(self.facts, self.machine, one).devices]
+            for one in (replace(choices, ctx=2 * choices.cells), choices)
+        )
+        return [(more - less) / choices.cells for more, less in zip(taken, before, strict=True)]
 
     def prompt_seconds(self, tokens: int) -> float | None:
         """Time to stream the experts for a prompt: devices one after the other, no compute. None: a link is unknown."""

@@ -15,7 +15,7 @@ from rich.console import Console
 from llama_phase.bench import gpu_suite, prefetch_suite, table, upload_gb_per_s
 from llama_phase.bench_prefill import gpu2_suite, prefill_suite
 from llama_phase.bench_restore import restore_suite
-from llama_phase.bench_speculation import speculation_suite
+from llama_phase.bench_speculation import at_rate, speculation_suite, speculation_table
 
 
 def sample(**changes: Any) -> dict[str, Any]:
@@ -66,6 +66,36 @@ def test_no_configuration_asks_for_fewer_slots_than_the_engine_takes() -> None:
     assert len(asked) > 20
     for one in asked:
         assert int(one.settings["expert_slots"]) >= 10 * one.settings.get("expert_batch", 8), one.name
+
+
+def spoken(accepted: int, milliseconds: float, draft_rounds: tuple[int, ...] = (), kind: str = "decode") -> list[dict]:
+    """A round of the suite with one text of 100 tokens, of which `accepted` were drafted, and their time."""
+    sample = {"kind": kind, "tokens": [5] * 100, "predicted_per_second": 100000 / milliseconds, "accepted": accepted}
+    return [{"samples": [sample | {"draft_rounds": list(draft_rounds), "drafted": accepted + 20, "hit_rate": 0.9}],
+             "phase": None, "memory_mib": 10.0}]  # fmt: skip
+
+
+def test_lengths_are_compared_as_if_the_asked_share_of_drafts_had_been_accepted() -> None:
+    """Two lengths that take the same time a round, of which one was luckier, are equally fast; a chosen length counts
+    the rounds of each."""
+    lucky, unlucky = spoken(60, 400.0), spoken(40, 600.0)
+    assert at_rate("0.5 2", lucky, "decode") == pytest.approx(40 * 1.75 / 0.4)
+    assert at_rate("0.5 2", unlucky, "decode") == pytest.approx(60 * 1.75 / 0.6)
+    assert at_rate("0.5 auto", spoken(50, 500.0, (10, 30, 0, 10)), "decode") == pytest.approx(
+        (10 + 30 * 1.5 + 10 * 1.875) / 0.5
+    )
+    assert at_rate("off", spoken(0, 500.0), "decode") == pytest.approx(200)
+    results = {}
+    for name, one in {"off": spoken(0, 800.0), "0.5 1": spoken(30, 560.0), "0.5 2": lucky, "0.5 auto": unlucky}.items():
+        (text,) = one[0]["samples"]
+        text |= {"draft_rounds": [0, 0, 60]} if "auto" in name else {}
+        results[name] = [one[0] | {"samples": [text, text | {"kind": "prose"}]}]
+    out = io.StringIO()
+    Console(file=out, width=200).print(speculation_table(results))
+    lines = [[cell.strip() for cell in line.split("│")] for line in out.getvalue().splitlines() if line.startswith("│")]
+    cells = {line[2]: line for line in lines}
+    assert cells["2"][3:7] == ["250 / 250", "175 / 175", "1.40 / 1.40", ""]
+    assert cells["auto"][3:7] == ["167 / 167", "175 / 175", "1.40 / 1.40", "0.93 / 0.93"]
 
 
 def test_the_static_rival_is_in_the_gpu_suite() -> None:

@@ -74,8 +74,9 @@ def test_other_answers_are_found_where_the_selection_is_the_same() -> None:
     suite = kv_suite(8, WORKLOAD)
     speeds = {2048: 100.0, 8192: 100.0}
     results = {
-        "stock": rounds_of(speeds),
+        "stock": rounds_of(speeds, first=8),
         "device": rounds_of(speeds),
+        "host, stock": rounds_of(speeds),
         "device, fast": rounds_of(speeds, first=3),
         "host, fast": rounds_of(speeds, first=3) * 2,
         "stock, -nkvo": rounds_of(speeds, first=9),
@@ -83,10 +84,10 @@ def test_other_answers_are_found_where_the_selection_is_the_same() -> None:
     assert different_answers(suite, results) == []
     results["host, fast"] = [*rounds_of(speeds, first=3), *rounds_of(speeds, first=3)]
     results["host, fast"][1]["samples"][4]["tokens"] = [7]
-    results["device"] = rounds_of(speeds, first=5)
+    results["host, stock"] = rounds_of(speeds, first=5)
     found = different_answers(suite, results)
-    assert [line.partition(":")[0] for line in found] == ["device, round 1", "host, fast, round 2"]
-    assert "at 8192 turn 1 not the answer of device, fast" in found[1]
+    assert [line.partition(":")[0] for line in found] == ["host, fast, round 2", "host, stock, round 1"]
+    assert "at 8192 turn 1 not the answer of device, fast" in found[0]
 
 
 @pytest.mark.parametrize("text", ["0,5", "many", ""])

@@ -86,12 +86,23 @@ def test_kv_in_host_memory_leaves_the_indexer_and_a_copy_of_one_layer_on_the_dev
 
 
 @pytest.mark.parametrize(
-    ("rows", "ctx", "kept"), [(None, 1 << 17, 16384), (None, 8192, 8192), (0, 1 << 17, 0), (5000, 1 << 17, 5000)]
+    ("rows", "ctx", "vram", "kept"),
+    [
+        (None, 1 << 17, "24", 16384),
+        (None, 1 << 17, "40", 3 * 16384),
+        (None, 8192, "24", 8192),
+        (None, 20480, "80", 20480),
+        (0, 1 << 17, "40", 0),
+        (5000, 1 << 17, "40", 5000),
+    ],
 )
-def test_positions_of_host_kv_that_the_device_keeps(flash: ModelFacts, rows: int | None, ctx: int, kept: int) -> None:
+def test_positions_of_host_kv_that_the_device_keeps(
+    flash: ModelFacts, rows: int | None, ctx: int, vram: str, kept: int
+) -> None:
     choices = replace(CTX, ctx=ctx, kv="host", kv_rows=rows)
-    device = make_plan(flash, machine("40"), choices).devices[0]
+    device = make_plan(flash, machine(vram), choices).devices[0]
     layers = sum(1 for layer in flash.served_layers if layer.indexer_k)
+    assert device.kv_rows == layers * kept
     tables = layers * (22 * kept + 4 * ctx) if kept else 0
     assert device.kv_rows_bytes == device.kv_host_bytes // ctx * kept + tables
     assert make_plan(flash, machine("40"), replace(choices, kv="device")).devices[0].kv_rows_bytes == 0
@@ -101,6 +112,14 @@ def test_little_free_memory_keeps_fewer_positions_or_none(flash: ModelFacts) -> 
     choices = replace(CTX, kv="host")
     assert choices.kept_rows(1000, 8 * 5000 * 1000) == 5000
     assert choices.kept_rows(1000, 8 * 4000 * 1000) == 0
+
+
+def test_a_32nd_of_free_memory_keeps_more_positions_in_whole_steps(flash: ModelFacts) -> None:
+    """As engine/tests/test-kv-place.cpp has it."""
+    choices = replace(CTX, ctx=1 << 17, kv="host")
+    step = 32 * 16384 * 1000
+    kept = [choices.kept_rows(1000, free) for free in (step, 2 * step - 1, 2 * step, 100 * step)]
+    assert kept == [16384, 16384, 2 * 16384, 1 << 17]
 
 
 def test_auto_keeps_kv_that_fits_on_the_device(flash: ModelFacts) -> None:

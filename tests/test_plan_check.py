@@ -110,7 +110,7 @@ def test_kv_that_is_elsewhere_than_planned_is_named(flash: ModelFacts) -> None:
     for layer in layers:
         del layer["rows"]
     said = [str(d) for d in compare(plan, phase) if d.is_notable]
-    assert said == [f"kept of host K/V: {12 * 16384} positions planned, 0 positions reported"]
+    assert said == [f"kept of host K/V: {12 * 32768} positions planned, 0 positions reported"]
     for layer in layers:
         layer["device"] = "CPU"
     assert [d for d in compare(plan, phase) if d.is_notable] == []

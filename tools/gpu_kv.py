@@ -2,11 +2,12 @@
 """K/V in host memory on a GPU: the answers of K/V in VRAM, then what it costs. Needs a GPU and build/cuda.
 
 usage: gpu_kv.py [--models DIR] [--big FILE] [--parts equal,rows,speed,more,all,stock,vram] [--depths N,...]
-                 [--rounds N]
+                 [--rounds N] [--gpus 2]
 
 Compared are tokens, the log-probabilities of the likeliest ten at each, tokens taken from the cache, and drafts made
 and accepted: bit for bit, at the same batch split. (For verified drafts the server gives no log-probabilities: each
-conversation ends with answers of a single token, which need none.)
+conversation ends with answers of a single token, which need none.) With --gpus 2 layers are split evenly over two
+devices in both places, and each device has K/V of its layers on the host.
 
 equal  tiny models through llama-server, K/V on the host against K/V on the device; 1 and 4 streams, with and without
        MTP, with and without a switch of the phase, with experts in host memory and slots in both; and a dense model by
@@ -213,9 +214,11 @@ def check_case(
     upstream: tuple[str, ...],
     scenarios: Sequence[Scenario],
     hosts: Sequence[dict[str, Any]],
+    gpus: int = 1,
 ) -> list[str]:
     """Each setting of `hosts` against K/V on the device; what is wrong, and a line for each on the terminal."""
     failures = []
+    upstream = (*(("-ts", "1,1") if gpus == 2 else ()), *upstream)
     begin = time.monotonic()
     try:
         expected, _ = run(model, {**settings, "kv": "device", "select": "stock"}, upstream, scenarios)
@@ -234,6 +237,9 @@ def check_case(
             failures += check_answers(got, upstream)
             if not contexts or not all(one["host_bytes"] for one in contexts):
                 failures.append(f"no K/V in host memory: {contexts}")
+            devices = {layer["device"] for one in contexts for layer in one["layers"] if layer["place"] == "host"}
+            if gpus > 1 and len(devices) != gpus:
+                failures.append(f"K/V on the host of {sorted(devices)}, not of {gpus} devices")
             # batches too wide for the kernel that reads kept rows do not count
             if host.get("kv_rows", "0") != "0" and upstream[-1] != "6" and not 0 < missed < looked_up:
                 failures.append(f"rows {host['kv_rows']}: looked up {looked_up}, missed {missed}")
@@ -244,7 +250,7 @@ def check_case(
     return [f"{name}: {failure}" for failure in failures]
 
 
-def check_equal(models: Path) -> list[str]:
+def check_equal(models: Path, gpus: int) -> list[str]:
     tiny = make_model("tiny", models / "kv-tiny.gguf", **SPARSE_KERNEL)
     dense = make_model("tiny-moe", models / "kv-tiny-moe.gguf")
     host, forced = [{"kv": "host"}], [{"kv": "host-all"}]
@@ -259,13 +265,13 @@ def check_equal(models: Path) -> list[str]:
         ("4 slots, 1 stream", tiny, OFF, ("-np", "4", "-kvu"), host),
         ("dense", dense, PHASE, ONE_SLOT, forced),
     ):
-        failures += check_case(name, model, {**settings, "ctx": CTX}, upstream, [prompts_twice], places)
+        failures += check_case(name, model, {**settings, "ctx": CTX}, upstream, [prompts_twice], places, gpus)
     shift = (*FOUR_STREAMS, "--context-shift")
-    failures += check_case("dense, shifted", dense, {**OFF, "ctx": CTX_SHIFTED}, shift, [shifted], forced)
+    failures += check_case("dense, shifted", dense, {**OFF, "ctx": CTX_SHIFTED}, shift, [shifted], forced, gpus)
     return failures
 
 
-def check_rows(models: Path) -> list[str]:
+def check_rows(models: Path, gpus: int) -> list[str]:
     """Rows: as many as positions (each has its own), fewer (the oldest go), too few for a verify batch."""
     model = make_model("tiny", models / "kv-tiny-2048.gguf", **SPARSE_KERNEL, **INDEXER_KERNEL)
     one, four = (conversation, long_prompt), (conversation, at_once, long_at_once)
@@ -279,7 +285,7 @@ def check_rows(models: Path) -> list[str]:
     ):
         ctx = CTX if scenarios == (conversation,) else LONG_CTX
         places = [{"kv": "host", "kv_rows": rows} for rows in sizes]
-        failures += check_case(name, model, {**OFF, "ctx": ctx}, upstream, scenarios, places)
+        failures += check_case(name, model, {**OFF, "ctx": ctx}, upstream, scenarios, places, gpus)
     return failures
 
 
@@ -290,6 +296,7 @@ def main() -> int:
     parser.add_argument("--parts", default="equal,speed,stock")
     parser.add_argument("--depths", default="2048,8192,32768,131072")
     parser.add_argument("--rounds", default="2")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="parts equal and rows")
     parser.add_argument("--variants", default="", help="rows instead of the parts' own, between semicolons")
     parser.add_argument("--json", type=Path, default=Path(os.environ.get("OUT", ".")) / "gpu_kv.json")
     options = parser.parse_args()
@@ -298,8 +305,8 @@ def main() -> int:
         parser.error(f"no such parts: {', '.join(sorted(unknown))}")
     options.models.mkdir(parents=True, exist_ok=True)
 
-    failures = check_equal(options.models) if "equal" in parts else []
-    failures += check_rows(options.models) if "rows" in parts else []
+    failures = check_equal(options.models, options.gpus) if "equal" in parts else []
+    failures += check_rows(options.models, options.gpus) if "rows" in parts else []
     rows = [f"={name.strip()}" for name in options.variants.split(";") if name.strip()]
     rows = rows or [row for part in parts for row in ROWS_OF_PARTS.get(part, ())]
     if rows:

@@ -62,11 +62,14 @@ TEST(every_obstacle_is_named) {
 }
 
 TEST(rows_on_the_device) {
-    const uint64_t much = 1000000000;
+    const uint64_t much = 32*16384000 - 1; // a thousand bytes a position: a 32nd is short of 16384 of them by a byte
     CHECK(phase_kv_rows_choose(0, 100000, 1000, much) == 0);
     CHECK(phase_kv_rows_choose(5000, 100000, 1000, 0) == 5000);
     CHECK(phase_kv_rows_choose(5000, 1000, 1000, 0) == 1000);
     CHECK(phase_kv_rows_choose(-1, 100000, 1000, much) == PHASE_KV_ROWS_AUTO);
+    CHECK(phase_kv_rows_choose(-1, 100000, 1000, 2*much) == PHASE_KV_ROWS_AUTO);
+    CHECK(phase_kv_rows_choose(-1, 100000, 1000, 2*much + 2) == 2*PHASE_KV_ROWS_AUTO);
+    CHECK(phase_kv_rows_choose(-1, 100000, 1000, 100*much) == 100000);
     CHECK(phase_kv_rows_choose(-1, 1000, 1000, much) == 1000);
     CHECK(phase_kv_rows_choose(-1, 100000, 1000, 8*5000*1000) == 5000);
     CHECK(phase_kv_rows_choose(-1, 100000, 1000, 8*(PHASE_KV_ROWS_LEAST - 1)*1000) == 0);
