@@ -9,8 +9,9 @@
 #include "llama-memory-hybrid-idx.h"
 
 bool phase_select_is_fast() {
-    static const auto mode = phase_config_load().select;
-    return mode == PHASE_SELECT_FAST || (mode == PHASE_SELECT_AUTO && phase_kv_sparse_in_host());
+    static const auto config = phase_config_load();
+    return config.select == PHASE_SELECT_FAST ||
+        (config.select == PHASE_SELECT_AUTO && (config.mode != PHASE_MODE_OFF || phase_kv_sparse_in_host()));
 }
 
 static bool fill(const llama_memory_hybrid_idx_context & mctx, ggml_tensor * mask, const llama_ubatch & ubatch) {

@@ -48,8 +48,8 @@ std::vector<int64_t> phase_kpool_low_cells(const int32_t * pcell, size_t n, size
 // more than positions decides.
 bool phase_kpool_mask(const phase_kpool_memo & memo, const phase_kpool_memo::cell_list & cells, int32_t pos, size_t n_kv, uint16_t * row);
 
-// LLAMA_PHASE_SELECT=fast, or auto and K/V of sparse attention is in host memory. May become true at any context that is made, never false
-// again: a memo that nothing was put in yet is an empty one.
+// LLAMA_PHASE_SELECT=fast, or auto and there are phases or K/V of sparse attention in host memory. May become true at any context that is
+// made, never false again: a memo that nothing was put in yet is an empty one.
 bool phase_select_is_fast();
 
 //

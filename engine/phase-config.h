@@ -37,7 +37,7 @@ enum phase_kv_mode {
 
 // how the indexer's choice of rows is prepared and carried out; the choice is the same
 enum phase_select_mode {
-    PHASE_SELECT_AUTO, // fast when a sparse layer's K/V is in host memory
+    PHASE_SELECT_AUTO, // fast where there are phases, or a sparse layer's K/V is in host memory
     PHASE_SELECT_STOCK,
     PHASE_SELECT_FAST,
 };
