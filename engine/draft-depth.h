@@ -7,14 +7,9 @@
 //
 //   1 + a1 + a1*a2 + ... + a1*...*ak   tokens, a_i: acceptance of position i when all before it were accepted
 //
-// and takes draft(k) + verify(tokens in the batch) milliseconds. The depth with the most tokens per millisecond wins, the other
-// sequences' depths given. A change needs a gain (hysteresis), and now and then another depth is tried for a few rounds, so
-// that times and acceptances that changed are noticed, at depth 0 too: the one that would be best if each took as little as may be.
-//
-// Single rounds are disturbed (a thread that is late, a graph that is captured), which only adds, so of a size's last rounds the longest are
-// left out. The others differ, too, by what is missed of the experts: their mean is what counts. Sizes are held against each other:
-// draft_cost. Times drift, too (expert slots that fill, a context that grows), by more than depths differ: the first ones are tried in
-// turn, and what was measured long ago counts less than the line through what is new.
+// and takes draft(k) + verify(tokens in the batch) milliseconds. What is known of acceptances and times is a mean and how far it may be off:
+// more where little was seen, or long ago. Every few rounds all of them are drawn from what they may be, and the depths with the most
+// tokens per millisecond by that draw are used: another depth is tried as often as it may be the better one. The first plans, and a few others, are tries.
 //
 // Events of a sequence: prompt, begin (its prompt is done), end. Events of a round: choose() for each sequence, drafted(),
 // verified() for each draft; the next round's first choose() ends it. Rounds that shared their batch with a prompt, or in which
@@ -22,61 +17,55 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <map>
+#include <random>
 #include <set>
 #include <utility>
 #include <vector>
 
 inline constexpr int32_t DRAFT_DEPTH_MAX = 63; // deeper drafts are not considered
 
-// Milliseconds by size: the mean of its last rounds without the longest, that of few or old rounds mixed with a line through all sizes, and
-// never more than that of a larger size. Sizes that were not measured lie on the line, between those that were.
+// Milliseconds by size. Logarithms of times are jointly normal, and each round's time updates them all (a Kalman filter): before anything
+// is measured they are on a power of the size, from which they may stray the more the further sizes are apart, and with each round they may all
+// have moved by the same factor. So a size that was not measured lies between its neighbours, and what was measured long ago, while expert
+// slots were cold, moves with what is measured now.
 class draft_cost {
   public:
     struct entry {
         double   ms = 0.0;
-        uint32_t n  = 0; // rounds it is from
-
-        double                                  mean = 0.0;
-        std::deque<std::pair<uint64_t, double>> last; // round, ms
+        uint32_t n  = 0; // rounds of this size
     };
 
-    // `proportional`: the line goes through 0
-    explicit draft_cost(bool proportional = false) : proportional(proportional) {}
+    draft_cost(int32_t n_sizes, double power); // times are expected to grow as this power of the size
 
-    void   add(int32_t size, double ms, uint64_t round); // rounds only grow; a size's old ones end
-    double at(int32_t size) const;    // 0 when nothing was measured
-    double doubt(int32_t size) const; // how much less it may be, as a part: more where few rounds are known, or old ones
+    void   pass(); // a round has passed
+    void   add(int32_t size, double ms);
+    double at(int32_t size) const; // 0 when nothing was measured
 
-    const std::map<int32_t, entry> & entries() const { return sizes; }
+    // a draw of all sizes' milliseconds, [0] is 0; `spread` of 0: the means
+    std::vector<double> draw(double spread, std::mt19937 & random) const;
+
+    std::map<int32_t, entry> entries() const; // sizes that were measured
 
   private:
-    void   fit();
-    double weight(const entry & e) const; // rounds that it is worth
-    double line(int32_t size) const { return origin_ms + slope_ms*(size - origin); }
-
-    const bool               proportional;
-    std::map<int32_t, entry> sizes;
-    uint64_t                 now       = 0; // the last round
-    double                   origin    = 0.0;
-    double                   origin_ms = 0.0;
-    double                   slope_ms  = 0.0;
+    const double                     power;
+    bool                             measured = false;
+    std::vector<double>              mean;       // of log(ms), by size - 1
+    std::vector<std::vector<double>> covariance;
+    std::vector<uint32_t>            n;          // rounds
 };
 
-// Moving acceptance rates by position, counted from 0.
+// Acceptance rates by position, counted from 0. What was seen counts half after a while.
 class draft_acceptance {
   public:
-    explicit draft_acceptance(double window) : window(window) {} // trials
-
+    void pass(); // a round has passed
     void add(int32_t n_drafted, int32_t n_accepted);
-    void fade(); // the next trials count for much
 
     // of `position` when all before it were accepted; positions with few trials lean on `prior`, then on the position before
-    double rate(size_t position, const draft_acceptance * prior = nullptr) const;
+    double rate(size_t position, const draft_acceptance * prior = nullptr) const { return belief_of(position, prior).rate; }
 
-    // tokens of a round at `depth`, the target's own included
-    double expected(int32_t depth, const draft_acceptance * prior = nullptr) const;
+    // a draw of the tokens that each position up to `depth` adds to a round; `spread` of 0: the means
+    std::vector<double> draw(int32_t depth, const draft_acceptance & prior, double spread, std::mt19937 & random) const;
 
     size_t size() const { return positions.size(); }
 
@@ -85,7 +74,12 @@ class draft_acceptance {
         double trials = 0.0;
         double hits   = 0.0;
     };
-    double              window;
+    struct belief {
+        double rate;
+        double trials; // that it is worth
+    };
+    belief belief_of(size_t position, const draft_acceptance * prior) const;
+
     std::vector<counts> positions;
 };
 
@@ -94,7 +88,7 @@ struct draft_stats {
     int32_t               max_batch = 0; // tokens of a verify batch, all sequences
     std::vector<uint64_t> rounds;        // chosen, by depth
     uint64_t              n_changes  = 0;
-    uint64_t              n_probes   = 0;
+    uint64_t              n_probes   = 0; // plans that were not the best by what was known
     uint64_t              n_drafted  = 0; // tokens
     uint64_t              n_accepted = 0;
     std::vector<double>   acceptance;     // by position
@@ -128,42 +122,38 @@ class draft_depth {
   private:
     struct sequence {
         int32_t          depth = -1; // -1: not chosen yet
-        int32_t          home  = -1; // what a probe returns to; -1: not known yet
+        int32_t          cap   = 0;
         uint32_t         n_since_change = 0; // rounds
-        uint32_t         n_since_probe  = 0;
-        uint32_t         probe_every    = 0; // 0: not set yet
-        uint32_t         probe_left     = 0;
-        draft_acceptance acceptance { 128 };
+        draft_acceptance acceptance;
     };
+
+    using depths = std::map<int32_t, int32_t>; // by sequence
 
     struct round {
         double                     begin_ms = 0.0;
         double                     draft_ms = 0.0;
         bool                       choosing = false; // between the first choose() and drafted()
         bool                       disturbed = true;
-        std::map<int32_t, int32_t> tokens; // by sequence: 1 + drafted
-        std::map<int32_t, int32_t> depths;
+        depths                     tokens; // 1 + drafted
+        depths                     chosen;
     };
 
-    void    close_round(double now_ms);
-    int32_t decide(int32_t seq, sequence & s, int32_t cap, bool may_explore);
-    int32_t unexplored(int32_t cap) const;
-    int32_t best(int32_t seq, const sequence & s, int32_t cap) const;
-    int32_t promising(int32_t seq, const sequence & s, int32_t cap) const;
-    double  score(int32_t seq, const sequence & s, int32_t depth, bool hopeful = false) const;
-    void    set_depth(sequence & s, int32_t depth);
+    void   close_round(double now_ms);
+    depths plan(); // for the sequences that generate now
+    depths best(double spread); // by a draw; 0: by the means
 
     const int32_t max_batch;
 
     std::map<int32_t, sequence> sequences; // that generate
     std::set<int32_t>           prompts;   // sequences whose prompt is in progress
-    std::map<int32_t, uint32_t> visits;    // by depth: rounds of it while depths are tried in turn
-    sequence                    last;      // the one that ended last leaves its depth and the schedule of probes to the next
     round                       current;
+    depths                      planned;
+    uint64_t                    n_plans   = 0;
+    uint32_t                    n_left    = 0; // rounds of this plan
+    std::mt19937                random { 1 };
 
     draft_cost       verify;
-    draft_cost       draft { true };
-    draft_acceptance acceptance { 512 }; // of all sequences
-    uint64_t         n_rounds = 0; // measured
+    draft_cost       draft;
+    draft_acceptance acceptance; // of all sequences
     draft_stats      counters;
 };

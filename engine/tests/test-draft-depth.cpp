@@ -254,7 +254,7 @@ TEST(near_the_best_fixed_depth_whatever_the_engine) {
             const double first = simulated.run(policy, { 0 }, 300, 7);
             const double later = simulated.run(policy, { 0 }, 3000, 7);
             const double most  = simulated.best_rate(7);
-            if (!CHECK(later >= 0.95*most) || !CHECK(later >= 0.97*simulated.rate(0)) || !CHECK(first >= 0.75*most)) {
+            if (!CHECK(later >= 0.95*most) || !CHECK(later >= 0.96*simulated.rate(0)) || !CHECK(first >= 0.75*most)) {
                 std::printf("  %s, acceptance %.1f: first %.4f, later %.4f, best %.4f, off %.4f\n", kind.name, rate, first, later, most, simulated.rate(0));
             }
         }
@@ -339,12 +339,17 @@ TEST(what_a_depth_costs_is_a_mean) {
         for (int fixed = 0; fixed <= disturbed_engine::MAX_DEPTH; ++fixed) {
             best = std::max(best, run(nullptr, fixed, 0).second);
         }
+        double mean = 0.0;
         for (int seed = 1; seed <= 20; ++seed) {
             draft_depth policy(8);
             const double later = run(&policy, -1, seed).second;
-            if (!CHECK(later >= 0.92*best)) { // by lower quartiles 0.88
+            mean += later/best/20;
+            if (!CHECK(later >= 0.83*best)) {
                 std::printf("  acceptance %.1f, run %d: %.3f of the best\n", rate, seed, later/best);
             }
+        }
+        if (!CHECK(mean >= 0.93)) {
+            std::printf("  acceptance %.1f: %.3f of the best\n", rate, mean);
         }
     }
 }
@@ -385,7 +390,7 @@ TEST(a_disturbed_start_is_forgotten) {
     draft_depth policy(8);
     policy.begin(0);
     const auto normal = simulated.verify_ms;
-    simulated.verify_ms = [&](int n) { return (n == 1 ? 5.0 : 1.0)*normal(n); };
+    simulated.verify_ms = [&](int n) { return (n == 1 ? 2.0 : 1.0)*normal(n); };
     simulated.run(policy, { 0 }, 30, 7);
     simulated.verify_ms = normal;
     std::vector<int> depths;
@@ -409,6 +414,29 @@ TEST(what_no_drafts_cost_is_measured_again) {
         std::vector<int> depths;
         simulated.run(policy, { 0 }, 600, 7, &depths);
         CHECK_EQ(most_frequent(depths, 400), 0);
+    }
+}
+
+// Drafts of one token are 4.5 % faster than none, but the first ones were seldom accepted.
+TEST(an_unlucky_start_near_break_even_is_overcome) {
+    double share = 0.0;
+    for (int seed = 1; seed <= 20; ++seed) {
+        engine simulated;
+        simulated.random.seed(seed);
+        simulated.verify_ms = [](int n) { return 3.4 + 1.2*n; };
+        simulated.draft_ms  = [](int k) { return 0.8*k; };
+        draft_depth policy(8);
+        policy.begin(0);
+        simulated.accept = [](int) { return 0.25; };
+        simulated.run(policy, { 0 }, 40, 7);
+        simulated.accept = [](int) { return 0.5; };
+        simulated.run(policy, { 0 }, 360, 7);
+        std::vector<int> depths;
+        simulated.run(policy, { 0 }, 400, 7, &depths);
+        share += std::count_if(depths.begin(), depths.end(), [](int depth) { return depth > 0; })/400.0/20;
+    }
+    if (!CHECK(share >= 0.5)) {
+        std::printf("  drafts in %.2f of the rounds\n", share);
     }
 }
 
@@ -549,50 +577,54 @@ TEST(short_drafts_are_times_of_short_drafts) {
 }
 
 TEST(acceptance_is_conditional) {
-    draft_acceptance rates(512);
+    draft_acceptance rates;
     for (int i = 0; i < 2000; ++i) {
         rates.add(3, i % 2 ? 0 : i % 4 ? 1 : 3); // half the first, of those half the second, of those all
     }
     CHECK(std::fabs(rates.rate(0) - 0.5) < 0.05);
     CHECK(std::fabs(rates.rate(1) - 0.5) < 0.05);
     CHECK(rates.rate(2) > 0.9);
-    CHECK(std::fabs(rates.expected(3) - 2.0) < 0.1);
-    CHECK_EQ(rates.expected(0), 1.0);
+    std::mt19937 random(1);
+    const auto tokens = rates.draw(3, rates, 0.0, random);
+    CHECK_EQ(tokens.size(), (size_t) 3);
+    CHECK(std::fabs(tokens[0] + tokens[1] + tokens[2] - 1.0) < 0.1);
 }
 
 TEST(costs_between_and_beyond) {
-    draft_cost cost;
+    draft_cost cost(8, 0.5);
     CHECK_EQ(cost.at(3), 0.0);
-    cost.add(2, 10.0, 1);
-    CHECK_EQ(cost.at(1), 10.0);
-    CHECK_EQ(cost.at(8), 10.0);
-    cost.add(4, 14.0, 2);
-    CHECK(std::fabs(cost.at(3) - 12.0) < 1e-9);
-    CHECK(std::fabs(cost.at(6) - 18.0) < 1e-9);
-    CHECK(std::fabs(cost.at(1) - 8.0) < 1e-9);
+    cost.add(2, 10.0);
+    CHECK(std::fabs(cost.at(2) - 10.0) < 1e-9);
+    CHECK(std::fabs(cost.at(8) - 20.0) < 1e-9);
+    for (int i = 0; i < 30; ++i) {
+        cost.add(2, 10.0);
+        cost.add(4, 14.0);
+    }
+    CHECK(std::fabs(cost.at(2) - 10.0) < 0.1);
+    CHECK(std::fabs(cost.at(4) - 14.0) < 0.1);
+    CHECK(cost.at(3) > 11.0 && cost.at(3) < 13.0);
+    CHECK(cost.at(1) > 6.0 && cost.at(1) < 8.0);
+    CHECK(cost.at(8) > 18.0 && cost.at(8) < 22.0);
+    CHECK_EQ(cost.entries().size(), (size_t) 2);
 
-    draft_cost proportional(true);
-    proportional.add(3, 6.0, 1);
-    CHECK_EQ(proportional.at(1), 2.0);
+    draft_cost proportional(7, 1.0);
+    proportional.add(3, 6.0);
+    CHECK(std::fabs(proportional.at(1) - 2.0) < 1e-9);
+    proportional.add(8, 6.0); // there is no such size
+    CHECK_EQ(proportional.entries().size(), (size_t) 1);
 }
 
-TEST(disturbed_rounds_do_not_count) {
-    draft_cost cost;
-    uint64_t round = 0;
-    for (int i = 0; i < 24; ++i) {
-        cost.add(2, i % 8 ? 10.0 : 30.0, ++round);
+// A round in eight takes three times as long, whatever the size: sizes keep their order, and what they gain on each other.
+TEST(disturbed_rounds_move_all_sizes) {
+    draft_cost cost(8, 0.5);
+    for (int i = 0; i < 160; ++i) {
+        cost.pass();
+        const int size = i / 8 % 2 ? 2 : 4;
+        cost.add(size, (size == 2 ? 10.0 : 13.0)*(i % 8 == 3 ? 3.0 : 1.0));
     }
-    CHECK(std::fabs(cost.at(2) - 10.0) < 0.01);
-    cost.add(1, 25.0, ++round); // fewer tokens never cost more
-    CHECK(cost.at(1) <= cost.at(2));
-    for (int i = 0; i < 3; ++i) {
-        cost.add(2, 7.0, round + 129); // a probe's rounds win over old ones at once
-    }
-    CHECK(cost.at(2) < 9.0);
-    for (int i = 0; i < 3; ++i) {
-        cost.add(2, 20.0, round + 1000); // and over lower ones that are old
-    }
-    CHECK(cost.at(2) > 18.0);
+    CHECK(cost.at(2) < 12.0);
+    CHECK(std::fabs(cost.at(4)/cost.at(2) - 1.3) < 0.1);
+    CHECK(cost.at(1) < cost.at(2));
 }
 
 // Rounds in which the slots are filled take longer: their times are left out, and the next one's is not.
@@ -616,23 +648,36 @@ TEST(rounds_that_do_something_else_are_not_measured) {
     CHECK(!policy.stats().verify_ms.empty());
 }
 
-// What is seen again and again moves the line, and through it what was measured long ago; how far that may be off grows with age.
-TEST(old_times_lean_on_new_ones) {
-    draft_cost cost;
-    uint64_t round = 0;
+// What is seen again and again moves what was measured long ago by the same factor; how far that may be off grows with age.
+TEST(old_times_move_with_new_ones) {
+    const auto off = [](const draft_cost & cost, int size, int of) { // deviation of drawn ratios
+        std::mt19937 random(1);
+        double sum = 0.0;
+        for (int i = 0; i < 200; ++i) {
+            const auto   ms    = cost.draw(1.0, random);
+            const double ratio = std::log(ms[size]/ms[of]) - std::log(cost.at(size)/cost.at(of));
+            sum += ratio*ratio/200;
+        }
+        return std::sqrt(sum);
+    };
+    draft_cost cost(8, 0.5);
     for (int i = 0; i < 12; ++i) {
-        cost.add(1, 10.0, ++round);
-        cost.add(4, 14.0, ++round);
+        cost.pass();
+        cost.add(1, 10.0);
+        cost.add(4, 16.0);
     }
-    CHECK(std::fabs(cost.at(4) - 14.0) < 0.1);
-    const double before = cost.doubt(4);
-    CHECK(cost.doubt(3) > before);
-    for (int i = 0; i < 1500; ++i) {
-        cost.add(1, 5.0, ++round);
+    CHECK(std::fabs(cost.at(4) - 16.0) < 0.5);
+    const double before = off(cost, 4, 1);
+    CHECK(off(cost, 6, 1) > before);
+    for (int i = 0; i < 500; ++i) {
+        cost.pass();
+        cost.add(1, 5.0);
     }
-    CHECK(cost.doubt(4) > 1.5*before);
-    CHECK(cost.doubt(1) < before);
     CHECK(std::fabs(cost.at(1) - 5.0) < 0.1);
+    CHECK(cost.at(4) < 11.0);
+    CHECK(off(cost, 4, 1) > 1.3*before);
+    std::mt19937 random(1);
+    CHECK(std::fabs(cost.draw(0.0, random)[4] - cost.at(4)) < 1e-9);
 }
 
 TEST_MAIN("test-draft-depth")
