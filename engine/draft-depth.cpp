@@ -8,9 +8,10 @@ namespace {
 
 // Logarithms of times
 constexpr double   VERIFY_POWER  = 0.5;
+constexpr double   VERIFY_STRAY  = 0.2;
 constexpr double   DRAFT_POWER   = 1.0;
+constexpr double   DRAFT_STRAY   = 0.05;  // tokens are drafted one by one
 constexpr double   FIRST_LEVEL   = 1.0;   // deviation of all together before anything is measured: any time
-constexpr double   STRAY         = 0.2;   // of sizes whose ratio is e from each other
 constexpr double   DRIFT         = 0.001; // of those variances, with each round: 3 % for all sizes together
 constexpr double   NOISE         = 0.3;   // deviation of one round
 constexpr double   LONGEST       = 1.0;   // a round that takes more than twice what is expected counts as twice
@@ -29,8 +30,8 @@ constexpr uint32_t SETTLE_ROUNDS = 1;     // after a change: a graph is planned
 constexpr int32_t  TRIED[]       = { 3, 0, 1 }; // depths of the first plans
 
 // Covariance of sizes i + 1 and j + 1 before anything is measured.
-double first_covariance(size_t i, size_t j) {
-    return FIRST_LEVEL*FIRST_LEVEL + STRAY*STRAY*std::log(1.0 + std::min(i, j));
+double first_covariance(size_t i, size_t j, double stray) {
+    return FIRST_LEVEL*FIRST_LEVEL + stray*stray*std::log(1.0 + std::min(i, j));
 }
 
 // The same on every machine, which std::normal_distribution is not.
@@ -48,10 +49,11 @@ double normal(std::mt19937 & random) {
 // cost
 //
 
-draft_cost::draft_cost(int32_t n_sizes, double power) : power(power), mean(n_sizes), covariance(n_sizes, std::vector<double>(n_sizes)), n(n_sizes) {
+draft_cost::draft_cost(int32_t n_sizes, double power, double stray) :
+        power(power), stray(stray), mean(n_sizes), covariance(n_sizes, std::vector<double>(n_sizes)), n(n_sizes) {
     for (int32_t i = 0; i < n_sizes; ++i) {
         for (int32_t j = 0; j < n_sizes; ++j) {
-            covariance[i][j] = first_covariance(i, j);
+            covariance[i][j] = first_covariance(i, j, stray);
         }
     }
 }
@@ -59,7 +61,7 @@ draft_cost::draft_cost(int32_t n_sizes, double power) : power(power), mean(n_siz
 void draft_cost::pass() {
     for (size_t i = 0; i < mean.size() && measured; ++i) {
         for (size_t j = 0; j < mean.size(); ++j) {
-            covariance[i][j] += DRIFT*first_covariance(i, j);
+            covariance[i][j] += DRIFT*first_covariance(i, j, stray);
         }
     }
 }
@@ -175,7 +177,8 @@ std::vector<double> draft_acceptance::draw(int32_t depth, const draft_acceptance
 //
 
 draft_depth::draft_depth(int32_t max_batch) : max_batch(max_batch),
-        verify(std::max(max_batch, 1), VERIFY_POWER), draft(std::min(std::max(max_batch - 1, 1), DRAFT_DEPTH_MAX), DRAFT_POWER) {
+        verify(std::max(max_batch, 1), VERIFY_POWER, VERIFY_STRAY),
+        draft(std::min(std::max(max_batch - 1, 1), DRAFT_DEPTH_MAX), DRAFT_POWER, DRAFT_STRAY) {
     counters.active    = true;
     counters.max_batch = max_batch;
 }

@@ -36,7 +36,8 @@ class draft_cost {
         uint32_t n  = 0; // rounds of this size
     };
 
-    draft_cost(int32_t n_sizes, double power); // times are expected to grow as this power of the size
+    // times are expected to grow as this power of the size; `stray`: how far logarithms of times stray from that at e times the size
+    draft_cost(int32_t n_sizes, double power, double stray);
 
     void   pass(); // a round has passed
     void   add(int32_t size, double ms);
@@ -49,6 +50,7 @@ class draft_cost {
 
   private:
     const double                     power;
+    const double                     stray;
     bool                             measured = false;
     std::vector<double>              mean;       // of log(ms), by size - 1
     std::vector<std::vector<double>> covariance;

@@ -86,7 +86,7 @@ def check_prompts(name: str, models: Path, split: tuple[str, ...] = ()) -> list[
         said = complaints(log.read_bytes()[loaded_bytes:].decode(errors="replace"))
         failures += row(name, "its log", said)
     if cuts:
-        failures += check_offload(name, model, flags, of_ring)
+        failures += check_offload(name, model, REFERENCE | long, flags, of_ring)
     for what, placement in PLACES.items() if name == "mixed types" else ():
         with served(model, RING_OF_TWO, (*placement, *flags)) as client:
             failures += check_streamed(name, what, client, expected, both)
@@ -168,12 +168,14 @@ def cancelled(client: Client) -> dict[str, Any] | None:
     return phase if figures(client)["aborted"] == before + 1 else None
 
 
-def check_offload(name: str, model: Path, flags: tuple[str, ...], of_ring: dict[int, Likeliest]) -> list[str]:
+def check_offload(
+    name: str, model: Path, settings: dict[str, Any], flags: tuple[str, ...], of_ring: dict[int, Likeliest]
+) -> list[str]:
     """Stock with the experts in host memory copies them for each operator of a micro-batch, and gives the ring's first
     token behind each prompt. Its last layer's experts are on the GPU: that layer computes the last token alone, which
     stock leaves to the CPU, where activations near the middle between two steps are rounded otherwise."""
     failures = []
-    with served(model, REFERENCE, (*LAST_ON_GPU, *flags)) as client:
+    with served(model, settings, (*LAST_ON_GPU, *flags)) as client:
         for passes, n_tokens in PASSES.items():
             different = first_other([of_ring[n_tokens]], ask(client, n_tokens, 1))
             failures += row(name, f"stock's own copies, {passes} micro-batches", [different] if different else [])

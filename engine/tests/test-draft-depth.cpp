@@ -591,7 +591,7 @@ TEST(acceptance_is_conditional) {
 }
 
 TEST(costs_between_and_beyond) {
-    draft_cost cost(8, 0.5);
+    draft_cost cost(8, 0.5, 0.2);
     CHECK_EQ(cost.at(3), 0.0);
     cost.add(2, 10.0);
     CHECK(std::fabs(cost.at(2) - 10.0) < 1e-9);
@@ -607,16 +607,23 @@ TEST(costs_between_and_beyond) {
     CHECK(cost.at(8) > 18.0 && cost.at(8) < 22.0);
     CHECK_EQ(cost.entries().size(), (size_t) 2);
 
-    draft_cost proportional(7, 1.0);
+    draft_cost proportional(7, 1.0, 0.05);
     proportional.add(3, 6.0);
     CHECK(std::fabs(proportional.at(1) - 2.0) < 1e-9);
     proportional.add(8, 6.0); // there is no such size
     CHECK_EQ(proportional.entries().size(), (size_t) 1);
+    for (int i = 0; i < 8; ++i) {
+        proportional.add(3, 6.0);
+    }
+    for (int i = 0; i < 20; ++i) {
+        proportional.add(1, 1.0); // three tokens were drafted by a cold server
+    }
+    CHECK(proportional.at(2)/proportional.at(1) < 2.3);
 }
 
 // A round in eight takes three times as long, whatever the size: sizes keep their order, and what they gain on each other.
 TEST(disturbed_rounds_move_all_sizes) {
-    draft_cost cost(8, 0.5);
+    draft_cost cost(8, 0.5, 0.2);
     for (int i = 0; i < 160; ++i) {
         cost.pass();
         const int size = i / 8 % 2 ? 2 : 4;
@@ -660,7 +667,7 @@ TEST(old_times_move_with_new_ones) {
         }
         return std::sqrt(sum);
     };
-    draft_cost cost(8, 0.5);
+    draft_cost cost(8, 0.5, 0.2);
     for (int i = 0; i < 12; ++i) {
         cost.pass();
         cost.add(1, 10.0);
