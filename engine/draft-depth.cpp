@@ -71,15 +71,16 @@ void draft_cost::add(int32_t size, double ms) {
     if (size < 1 || at >= mean.size()) {
         return;
     }
+    ms = std::max(ms, 1e-3);
     if (!measured) {
         for (size_t i = 0; i < mean.size(); ++i) {
-            mean[i] = std::log(std::max(ms, 1e-3)) + power*std::log((i + 1.0)/size);
+            mean[i] = std::log(ms) + power*std::log((i + 1.0)/size);
         }
         measured = true;
     }
     const std::vector<double> row = covariance[at];
     const double variance = row[at] + NOISE*NOISE;
-    const double off      = std::min(ms/std::exp(mean[at]) - 1.0, LONGEST); // of the time, so that the mean is what is found, not that of the logarithms
+    const double off      = std::min(ms/std::exp(mean[at]) - 1.0, LONGEST); // of the time: its mean is looked for, not that of logarithms
     for (size_t i = 0; i < mean.size(); ++i) {
         mean[i] += row[i]/variance*off;
         for (size_t j = 0; j < mean.size(); ++j) {

@@ -9,7 +9,8 @@
 //
 // and takes draft(k) + verify(tokens in the batch) milliseconds. What is known of acceptances and times is a mean and how far it may be off:
 // more where little was seen, or long ago. Every few rounds all of them are drawn from what they may be, and the depths with the most
-// tokens per millisecond by that draw are used: another depth is tried as often as it may be the better one. The first plans, and a few others, are tries.
+// tokens per millisecond by that draw are used: another depth is tried as often as it may be the better one. The first plans, and a few
+// others, are tries.
 //
 // Events of a sequence: prompt, begin (its prompt is done), end. Events of a round: choose() for each sequence, drafted(),
 // verified() for each draft; the next round's first choose() ends it. Rounds that shared their batch with a prompt, or in which
