@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from llama_phase.gguf_facts import ModelFacts
@@ -21,6 +22,7 @@ from llama_phase.pcie import (
 from llama_phase.plan import ESTIMATES, Plan, make_plan
 from llama_phase.plan_changes import changes
 from llama_phase.plan_choices import KV_ROWS_AUTO, Choices
+from llama_phase.plan_ubatch import UBATCHES
 from llama_phase.upstream_flags import CPU_MOE, NGL, normalise
 
 PROMPTS = (2048, 8192, 32768)
@@ -161,6 +163,12 @@ class Report:
             "pcie": {
                 "links_bytes_per_s": self.links,
                 "prompt_seconds": {str(n): seconds for n, seconds in self.prompts().items()},
+                "larger_prefill_ubatch": None
+                if self.of_larger_ubatch is None
+                else {
+                    "ubatch": self.of_larger_ubatch.plan.choices.prefill_ubatch,
+                    "prompt_seconds": {str(n): seconds for n, seconds in self.of_larger_ubatch.prompts().items()},
+                },
                 "slots": [
                     {
                         "slots": slots,
@@ -177,6 +185,20 @@ class Report:
             "argv": self.serve_argv,
             "environment": self.environment,
         }
+
+    @cached_property
+    def of_larger_ubatch(self) -> Report | None:
+        """The same with the largest prefill micro-batch that fits beside as many slots, where that is larger: prompts
+        stream the experts less often. None where the engine chooses, or nothing larger fits."""
+        plan = self.plan
+        if plan.choices.prefill_auto or not plan.choices.switches or not plan.fits:
+            return None
+        for ubatch in reversed([n for n in UBATCHES if n > plan.choices.prefill_ubatch]):
+            choices = replace(plan.choices, prefill_ubatch=ubatch, batch=None)
+            larger = make_plan(self.facts, self.machine, choices)
+            if larger.fits and larger.slots >= plan.slots:
+                return Report(self.facts, self.machine, larger)
+        return None
 
     def prompts(self) -> dict[int, float | None]:
         """Seconds of streaming by prompt length, for lengths that the context holds."""

@@ -125,8 +125,10 @@ def _pcie(report: Report) -> Iterator[str]:
     if None in prompts.values():
         yield "PCIe: the link of a GPU is unknown, so no times; give it: --pcie GENERATIONxLANES"
     else:
-        text = ", ".join(f"{seconds:.1f} s for {tokens} tokens" for tokens, seconds in prompts.items())
-        yield f"streaming experts, estimate without compute: {text}"
+        yield f"streaming experts, estimate without compute: {_prompt_times(prompts)}"
+        if larger := report.of_larger_ubatch:
+            flag = f"--prefill-ubatch {larger.plan.choices.prefill_ubatch}"
+            yield f"  with {flag}, which fits: {_prompt_times(larger.prompts())}"
     if not report.plan.slots:
         return
     for slots, rate in report.rates():
@@ -140,6 +142,10 @@ def _pcie(report: Report) -> Iterator[str]:
         yield f"decode with {slots} slots: {rate:.0%} found, {missed:.0f} MB per token missed{time}"
     if report.facts.n_expert == HIT_RATES_EXPERTS:
         yield f"hit rates: {HIT_RATES_SOURCE}"
+
+
+def _prompt_times(prompts: dict[int, float | None]) -> str:
+    return ", ".join(f"{seconds:.1f} s for {tokens} tokens" for tokens, seconds in prompts.items())
 
 
 def _verdict(report: Report) -> Iterator[str]:

@@ -737,3 +737,36 @@ def test_kv_and_state_are_what_the_engine_allocates(name: str, fleet: Fleet, mod
     assert device.kv_bytes / 2**20 == pytest.approx(sizes["kv_cache"], abs=0.02)
     assert device.state_bytes / 2**20 == pytest.approx(sizes["memory_recurrent"], abs=0.02)
     assert sizes["kv_cache"]
+
+
+def test_a_larger_prefill_micro_batch_that_fits_is_offered_with_what_it_wins(flash: ModelFacts) -> None:
+    """Beside as many slots: a prompt of 8192 is then one pass over the experts, not four."""
+    plan = make_plan(flash, machine("24,24"), CTX)
+    report = Report(flash, machine("24,24"), plan)
+    larger = report.of_larger_ubatch
+    assert larger is not None and larger.plan.fits and larger.plan.slots >= plan.slots
+    assert larger.plan.choices.prefill_ubatch == 8192
+    before, after = (one.prompts() for one in (report, larger))
+    assert after[8192] == pytest.approx(before[8192] / 4) and after[2048] == before[2048]
+    text = "\n".join(lines(report))
+    assert f"  with --prefill-ubatch 8192, which fits: {after[2048]:.1f} s for 2048 tokens, " in text
+    assert report.as_dict()["pcie"]["larger_prefill_ubatch"]["ubatch"] == 8192
+    for choices in (
+        replace(CTX, prefill_ubatch=8192),
+        replace(CTX, prefill_auto=True, batch=8192),
+        replace(CTX, switches=False),
+    ):
+        same = Report(flash, machine("24,24"), make_plan(flash, machine("24,24"), choices))
+        assert same.of_larger_ubatch is None and "which fits" not in "\n".join(lines(same))
+        assert same.as_dict()["pcie"]["larger_prefill_ubatch"] is None
+
+
+@pytest.mark.parametrize(("vram", "offered"), [("16,16", 8192), ("12,12", 4096), ("11,11", None)])
+def test_the_larger_micro_batch_that_is_offered_fits(flash: ModelFacts, vram: str, offered: int | None) -> None:
+    """Its compute buffers grow with the context; a plan that does not fit has other fixes."""
+    plan = make_plan(flash, machine(vram), replace(CTX, ctx=131072))
+    larger = Report(flash, machine(vram), plan).of_larger_ubatch
+    assert (larger and larger.plan.choices.prefill_ubatch) == offered
+    if larger:
+        doubled = replace(larger.plan.choices, prefill_ubatch=2 * offered)
+        assert offered == 8192 or not make_plan(flash, machine(vram), doubled).fits
