@@ -193,7 +193,8 @@ class Report:
         plan = self.plan
         if plan.choices.prefill_auto or not plan.choices.switches or not plan.fits:
             return None
-        for ubatch in reversed([n for n in UBATCHES if n > plan.choices.prefill_ubatch]):
+        wins = [n for n in UBATCHES if plan.choices.prefill_ubatch < n < 2 * plan.choices.ctx]
+        for ubatch in reversed(wins):
             choices = replace(plan.choices, prefill_ubatch=ubatch, batch=None)
             larger = make_plan(self.facts, self.machine, choices)
             if larger.fits and larger.slots >= plan.slots:

@@ -752,6 +752,7 @@ def test_a_larger_prefill_micro_batch_that_fits_is_offered_with_what_it_wins(fla
     assert f"  with --prefill-ubatch 8192, which fits: {after[2048]:.1f} s for 2048 tokens, " in text
     assert report.as_dict()["pcie"]["larger_prefill_ubatch"]["ubatch"] == 8192
     for choices in (
+        replace(CTX, ctx=2048),
         replace(CTX, prefill_ubatch=8192),
         replace(CTX, prefill_auto=True, batch=8192),
         replace(CTX, switches=False),
