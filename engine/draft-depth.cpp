@@ -29,9 +29,15 @@ constexpr uint64_t AGAIN_FACTOR  = 4;
 constexpr uint32_t SETTLE_ROUNDS = 1;     // after a change: a graph is planned
 constexpr int32_t  TRIED[]       = { 3, 0, 1 }; // depths of the first plans
 
-// Covariance of sizes i + 1 and j + 1 before anything is measured.
-double first_covariance(size_t i, size_t j, double stray) {
-    return FIRST_LEVEL*FIRST_LEVEL + stray*stray*std::log(1.0 + std::min(i, j));
+// Of sizes i + 1 and j + 1, before anything is measured.
+std::vector<std::vector<double>> first_covariance(size_t n, double stray) {
+    std::vector<std::vector<double>> covariance(n, std::vector<double>(n));
+    for (size_t i = 0; i < n; ++i) {
+        for (size_t j = 0; j < n; ++j) {
+            covariance[i][j] = FIRST_LEVEL*FIRST_LEVEL + stray*stray*std::log(1.0 + std::min(i, j));
+        }
+    }
+    return covariance;
 }
 
 // The same on every machine, which std::normal_distribution is not.
@@ -50,18 +56,13 @@ double normal(std::mt19937 & random) {
 //
 
 draft_cost::draft_cost(int32_t n_sizes, double power, double stray) :
-        power(power), stray(stray), mean(n_sizes), covariance(n_sizes, std::vector<double>(n_sizes)), n(n_sizes) {
-    for (int32_t i = 0; i < n_sizes; ++i) {
-        for (int32_t j = 0; j < n_sizes; ++j) {
-            covariance[i][j] = first_covariance(i, j, stray);
-        }
-    }
+        power(power), first(first_covariance(n_sizes, stray)), mean(n_sizes), covariance(first), n(n_sizes) {
 }
 
 void draft_cost::pass() {
     for (size_t i = 0; i < mean.size() && measured; ++i) {
         for (size_t j = 0; j < mean.size(); ++j) {
-            covariance[i][j] += DRIFT*first_covariance(i, j, stray);
+            covariance[i][j] += DRIFT*first[i][j];
         }
     }
 }
@@ -97,12 +98,15 @@ double draft_cost::at(int32_t size) const {
 // By the Cholesky factor of the covariance.
 std::vector<double> draft_cost::draw(double spread, std::mt19937 & random) const {
     std::vector<double> ms(mean.size() + 1), independent(mean.size());
-    if (!measured) {
+    if (!measured || spread == 0.0) {
+        for (size_t i = 0; i < ms.size(); ++i) {
+            ms[i] = at((int32_t) i);
+        }
         return ms;
     }
     std::vector<std::vector<double>> factor(mean.size(), std::vector<double>(mean.size()));
     for (size_t i = 0; i < mean.size(); ++i) {
-        independent[i] = spread > 0.0 ? spread*normal(random) : 0.0;
+        independent[i] = spread*normal(random);
         double drawn = mean[i];
         for (size_t j = 0; j <= i; ++j) {
             double left = covariance[i][j];

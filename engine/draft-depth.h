@@ -50,12 +50,14 @@ class draft_cost {
     std::map<int32_t, entry> entries() const; // sizes that were measured
 
   private:
-    const double                     power;
-    const double                     stray;
-    bool                             measured = false;
-    std::vector<double>              mean;       // of log(ms), by size - 1
-    std::vector<std::vector<double>> covariance;
-    std::vector<uint32_t>            n;          // rounds
+    using matrix = std::vector<std::vector<double>>;
+
+    const double          power;
+    const matrix          first; // covariance before anything is measured
+    bool                  measured = false;
+    std::vector<double>   mean;  // of log(ms), by size - 1
+    matrix                covariance;
+    std::vector<uint32_t> n;     // rounds
 };
 
 // Acceptance rates by position, counted from 0. What was seen counts half after a while.
@@ -64,8 +66,8 @@ class draft_acceptance {
     void pass(); // a round has passed
     void add(int32_t n_drafted, int32_t n_accepted);
 
-    // of `position` when all before it were accepted; positions with few trials lean on `prior`, then on the position before
-    double rate(size_t position, const draft_acceptance * prior = nullptr) const { return belief_of(position, prior).rate; }
+    // of `position` when all before it were accepted
+    double rate(size_t position) const { return belief_of(position, nullptr).rate; }
 
     // a draw of the tokens that each position up to `depth` adds to a round; `spread` of 0: the means
     std::vector<double> draw(int32_t depth, const draft_acceptance & prior, double spread, std::mt19937 & random) const;
@@ -81,6 +83,7 @@ class draft_acceptance {
         double rate;
         double trials; // that it is worth
     };
+    // positions with few trials lean on `prior`, or without one on the position before
     belief belief_of(size_t position, const draft_acceptance * prior) const;
 
     std::vector<counts> positions;

@@ -62,7 +62,7 @@ def speculation_table(results: dict[str, list[dict[str, Any]]]) -> Table:
         rate, _, length = name.rpartition(" ")
         fixed = [speed for other, speed in speeds.items() if rate and other in {f"{rate} {n}" for n in LENGTHS}]
         off = [speeds[OFF]] if OFF in speeds else []
-        samples = [sample for one in rounds for sample in one["samples"] if sample["kind"] == TEXTS[0]]
+        samples = _samples(rounds, TEXTS[0])
         drafted, accepted = (sum(sample[key] for sample in samples) for key in ("drafted", "accepted"))
         hits = median(sample["hit_rate"] for sample in samples)
         state = rounds[-1]["phase"] or {}
@@ -89,12 +89,9 @@ def at_rate(name: str, rounds: Sequence[dict[str, Any]], kind: str) -> float:
     """Tokens per second of a configuration's texts of `kind`, with each draft accepted as often as its name says."""
     rate, _, length = name.rpartition(" ")
     tokens = seconds = 0.0
-    for sample in (sample for one in rounds for sample in one["samples"] if sample["kind"] == kind):
-        n_tokens = len(sample["tokens"])
-        seconds += n_tokens / sample["predicted_per_second"]
-        by_length = dict(enumerate(sample.get("draft_rounds", [])))
-        if not by_length:
-            by_length = {int(length) if rate else 0: n_tokens - sample["accepted"]}
+    for sample in _samples(rounds, kind):
+        seconds += _seconds(sample)
+        by_length = dict(enumerate(sample["draft_rounds"])) or {int(length) if rate else 0: _n_rounds(sample)}
         tokens += sum(n * sum(float(rate or 0) ** i for i in range(drafts + 1)) for drafts, n in by_length.items())
     return tokens / seconds
 
@@ -104,9 +101,21 @@ def _over(speed: dict[str, float], others: Sequence[dict[str, float]]) -> str:
     return " / ".join(f"{speed[kind] / max(other[kind] for other in others):.2f}" for kind in TEXTS) if others else ""
 
 
+def _samples(rounds: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """Of one kind of text."""
+    return [sample for one in rounds for sample in one["samples"] if sample["kind"] == kind]
+
+
+def _seconds(sample: dict[str, Any]) -> float:
+    return len(sample["tokens"]) / sample["predicted_per_second"]
+
+
+def _n_rounds(sample: dict[str, Any]) -> int:
+    return len(sample["tokens"]) - sample["accepted"]
+
+
 def _round_ms(sample: dict[str, Any]) -> float:
-    n_tokens = len(sample["tokens"])
-    return 1000 * n_tokens / sample["predicted_per_second"] / max(n_tokens - sample["accepted"], 1)
+    return 1000 * _seconds(sample) / max(_n_rounds(sample), 1)
 
 
 def _times(name: str, draft: dict[str, Any]) -> list[str]:
@@ -119,4 +128,4 @@ def _times(name: str, draft: dict[str, Any]) -> list[str]:
 
 def _speed(rounds: list[dict[str, Any]], kind: str) -> float:
     """Median tokens per second of one kind of text."""
-    return statistics.median(s["predicted_per_second"] for one in rounds for s in one["samples"] if s["kind"] == kind)
+    return statistics.median(sample["predicted_per_second"] for sample in _samples(rounds, kind))

@@ -139,7 +139,7 @@ class Report:
         return {name: value for name, (value, default) in values.items() if value != default}
 
     def as_dict(self) -> dict[str, Any]:
-        plan = self.plan
+        plan, larger = self.plan, self.of_larger_ubatch
         return {
             "model": {
                 "path": str(self.facts.path),
@@ -162,13 +162,9 @@ class Report:
             "changes": [asdict(change) for change in changes(self.facts, self.machine, plan.choices)],
             "pcie": {
                 "links_bytes_per_s": self.links,
-                "prompt_seconds": {str(n): seconds for n, seconds in self.prompts().items()},
-                "larger_prefill_ubatch": None
-                if self.of_larger_ubatch is None
-                else {
-                    "ubatch": self.of_larger_ubatch.plan.choices.prefill_ubatch,
-                    "prompt_seconds": {str(n): seconds for n, seconds in self.of_larger_ubatch.prompts().items()},
-                },
+                "prompt_seconds": _by_text(self.prompts()),
+                "larger_prefill_ubatch": larger
+                and {"ubatch": larger.plan.choices.prefill_ubatch, "prompt_seconds": _by_text(larger.prompts())},
                 "slots": [
                     {
                         "slots": slots,
@@ -205,3 +201,8 @@ class Report:
         """Seconds of streaming by prompt length, for lengths that the context holds."""
         lengths = [n for n in PROMPTS if n <= self.plan.choices.ctx] if self.facts.moe_layers else []
         return {n: self.prompt_seconds(n) for n in lengths}
+
+
+def _by_text(prompts: dict[int, float | None]) -> dict[str, float | None]:
+    """With keys that JSON has."""
+    return {str(n): seconds for n, seconds in prompts.items()}

@@ -39,7 +39,7 @@ from gpu_drafts import check_drafts
 from gpu_prompts import MODELS as PROMPT_MODELS
 from gpu_prompts import check_prompts
 from scored import scored
-from served import PHASE, PREFILL_UBATCH, STOCK, prompt_of, served
+from served import PHASE, PREFILL_UBATCH, STOCK, prompt_of, served, split_over
 from synth.adapter import write_adapter
 from synth_gguf import make_model
 
@@ -310,7 +310,7 @@ def main() -> int:
     options = parser.parse_args()
     options.models.mkdir(parents=True, exist_ok=True)
     failures = []
-    split = ("-ts", "1,1") if options.gpus == 2 else ()
+    split = split_over(options.gpus)
     parts, presets = options.parts.split(","), options.presets.split(",")
     if unknown := {*parts, *presets} - {*PARTS, *PRESETS}:
         parser.error(f"no such parts or presets: {', '.join(sorted(unknown))}")

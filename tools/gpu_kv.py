@@ -43,7 +43,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from scored import scored
-from served import PHASE, prompt_of, together
+from served import PHASE, prompt_of, split_over, together
 from synth_gguf import make_model
 
 from llama_phase import bench
@@ -218,7 +218,7 @@ def check_case(
 ) -> list[str]:
     """Each setting of `hosts` against K/V on the device; what is wrong, and a line for each on the terminal."""
     failures = []
-    upstream = (*(("-ts", "1,1") if gpus == 2 else ()), *upstream)
+    upstream = (*split_over(gpus), *upstream)
     begin = time.monotonic()
     try:
         expected, _ = run(model, {**settings, "kv": "device", "select": "stock"}, upstream, scenarios)

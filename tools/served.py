@@ -48,6 +48,11 @@ def served(model: Path, settings: dict[str, Any], upstream: tuple[str, ...]) -> 
         yield client
 
 
+def split_over(gpus: int) -> tuple[str, ...]:
+    """Flags that divide the layers evenly among so many devices."""
+    return ("-ts", ",".join("1" * gpus)) if gpus > 1 else ()
+
+
 def prompt_of(n_tokens: int) -> list[int]:
     """So many random tokens, others for each length."""
     return prompt_tokens(n_tokens, n_tokens, 4000)

@@ -383,19 +383,24 @@ TEST(fresh_servers_reach_the_best_depth) {
     }
 }
 
+// The depths of 600 rounds behind `n_cold` in which a batch of one token took `factor` times as long.
+static std::vector<int> behind_a_cold_start(engine & simulated, double factor, int n_cold) {
+    draft_depth policy(8);
+    policy.begin(0);
+    const auto normal = simulated.verify_ms;
+    simulated.verify_ms = [&](int n) { return (n == 1 ? factor : 1.0)*normal(n); };
+    simulated.run(policy, { 0 }, n_cold, 7);
+    simulated.verify_ms = normal;
+    std::vector<int> depths;
+    simulated.run(policy, { 0 }, 600, 7, &depths);
+    return depths;
+}
+
 // Other work on the machine while the first rounds are measured: 0 looked dear, and drafts that never hit must not stay for it.
 TEST(a_disturbed_start_is_forgotten) {
     engine simulated;
     simulated.accept = [](int) { return 0.02; };
-    draft_depth policy(8);
-    policy.begin(0);
-    const auto normal = simulated.verify_ms;
-    simulated.verify_ms = [&](int n) { return (n == 1 ? 2.0 : 1.0)*normal(n); };
-    simulated.run(policy, { 0 }, 30, 7);
-    simulated.verify_ms = normal;
-    std::vector<int> depths;
-    simulated.run(policy, { 0 }, 600, 7, &depths);
-    CHECK_EQ(most_frequent(depths, 200), 0);
+    CHECK_EQ(most_frequent(behind_a_cold_start(simulated, 2.0, 30), 200), 0);
 }
 
 // One token is cheaper than the line through larger batches says, and was dear while the server was cold: no drafts are best at any acceptance.
@@ -403,17 +408,10 @@ TEST(what_no_drafts_cost_is_measured_again) {
     for (int seed = 1; seed <= 20; ++seed) {
         engine simulated;
         simulated.random.seed(seed);
-        simulated.accept   = [](int) { return 0.9; };
-        simulated.draft_ms = [](int k) { return 1.0*k; };
-        const auto normal  = [](int n) { return n == 1 ? 2.7 : 5.1 + 1.6*(n - 2); };
-        draft_depth policy(8);
-        policy.begin(0);
-        simulated.verify_ms = [&](int n) { return (n == 1 ? 1.5 : 1.0)*normal(n); };
-        simulated.run(policy, { 0 }, 40, 7);
-        simulated.verify_ms = normal;
-        std::vector<int> depths;
-        simulated.run(policy, { 0 }, 600, 7, &depths);
-        CHECK_EQ(most_frequent(depths, 400), 0);
+        simulated.accept    = [](int) { return 0.9; };
+        simulated.draft_ms  = [](int k) { return 1.0*k; };
+        simulated.verify_ms = [](int n) { return n == 1 ? 2.7 : 5.1 + 1.6*(n - 2); };
+        CHECK_EQ(most_frequent(behind_a_cold_start(simulated, 1.5, 40), 400), 0);
     }
 }
 
